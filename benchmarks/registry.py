@@ -11,47 +11,24 @@ import torch
 
 from benchmarks.accuracy import (
     designs,
-    generation,
     homologs,
     long_proteins,
+    presets,
     screening,
     sizes,
     specificity,
     variant_effects,
 )
-from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import (
-    calls,
-    cold_start,
-    decode_attention,
-    identity,
-)
-from benchmarks.cuda import memory as cuda_memory
-from benchmarks.cuda import screens as cuda_screens
-from benchmarks.cuda import steps as cuda_steps
+from benchmarks.cuda import calls, cold_start, decode_attention
 from benchmarks.harness.measure import Case
-from benchmarks.harness.models import Architecture, EsmcArchitecture
-from benchmarks.speed import (
-    calibration,
-    context_store,
-    e1,
-    embedding,
-    extension,
-    scoring,
-    short_contexts,
-)
-from esm_turbo.config import PRODUCT_PRESETS
+from benchmarks.harness.models import Architecture
+from benchmarks.speed import calibration, context_store, e1, embedding, identity, scoring, short_contexts
+from esm_turbo.config import COMPARISON_PRESETS, PRODUCT_PRESETS
 from esm_turbo.tasks.embedding.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
 ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, intermediate_size=10240)
-ESM2_15B_CUT = Architecture(
-    "15B cut to 8 of 48 layers, random weights", num_layers=8, num_heads=40, head_dim=128, intermediate_size=20480
-)
-
-ESMC_600M = EsmcArchitecture("ESM-C 600M, random weights", num_layers=36, num_heads=18, intermediate_size=3072)
-ESMC_6B = EsmcArchitecture("ESM-C 6B, random weights", num_layers=80, num_heads=40, intermediate_size=6912)
 
 
 @dataclass(frozen=True)
@@ -85,15 +62,10 @@ class Experiment:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "extension_16_on_512": Benchmark(
-        "16 new tokens on a context of 512 with every preset, and all 528 without a cache",
-        partial(extension.speed_cases, ESM2_650M, context_tokens=512, new_tokens=16),
-    ),
     "scoring_12_on_500": Benchmark(
         "candidates of 12 residues per second on a target of 500, recomputed and cached, embedded model",
         partial(
             scoring.candidate_cases,
-            None,
             target_residues=500,
             candidate_residues=12,
             full_candidates=2,
@@ -103,7 +75,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "variant_positions": Benchmark(
         "masked marginals of all positions of a protein of 263, recomputed and cached, embedded model",
-        partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
+        partial(scoring.position_cases, residues=263, full_positions=32, cached_positions=263),
     ),
     "long_proteins": Benchmark(
         "peak memory and speed at 5,000 and 35,000 residues, in windows",
@@ -115,9 +87,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             embedding.embedded_cases(proteins=24),
             embedding.random_cases(ESM2_650M_CUT, proteins=8),
         ),
-    ),
-    "embedding_output": Benchmark(
-        "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
     ),
     "calibration": Benchmark(
         "a calibration of the embedded model, phase by phase, and its presets fitted one by one",
@@ -140,6 +109,11 @@ BENCHMARKS: dict[str, Benchmark] = {
             context_store.embedded_cases((165, 512, 1022), "turbo3"),
             context_store.random_cases(ESM2_650M_CUT, (165, 512), "turbo3"),
         ),
+    ),
+    "identity": Benchmark(
+        "cost of recognising a model: opening a store, looking for changes, calls with and without it",
+        partial(identity.cases, ESM2_650M, 512, 12, "cpu", torch.float32, calls=2, at_most=1.05),
+        most_repeats=5,
     ),
 }
 
@@ -171,72 +145,15 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(cold_start.cold_cases, ESM2_650M, 24, 30.0),
         most_repeats=1,
     ),
-    "extension_cuda": Benchmark(
-        "a whole extension in the 650M geometry, eager and captured, and recomputing all tokens",
-        partial(cuda_steps.step_cases, ESM2_650M, 1024, (16, 1), ("exact", "turbo3", "paper"), at_most=2e-3),
-        most_repeats=15,
-    ),
-    "extension_memory_cuda": Benchmark(
-        "extra peak memory of an extension of 64 contexts of 4,096 tokens",
-        partial(
-            cuda_memory.extension_cases, ESM2_650M, 64, 4096, (1, 16), ("turbo4", "turbo3", "turbo2"), at_most=0.02
-        ),
-    ),
     "identity_cuda": Benchmark(
         "cost of recognising a model: opening a store, looking for changes, captured calls with and without it",
-        partial(identity.identity_cases, ESM2_650M, 1024, 12, at_most=1.02),
+        partial(identity.cases, ESM2_650M, 1024, 12, "cuda", torch.bfloat16, calls=20, at_most=1.02),
         most_repeats=15,
-    ),
-    "many_targets_cuda": Benchmark(
-        "rows of 12-mers on 512 targets of a pool, in one batch, against as many rows on one target",
-        partial(
-            cuda_screens.pool_cases,
-            ESM2_650M,
-            "turbo3",
-            targets=512,
-            lengths=(300, 405),
-            peptides=4,
-            rows_per_peptide=12,
-            new_tokens=21,
-            rows_at_once=2400,
-            at_least=0.6,
-        ),
-        most_repeats=5,
     ),
     "e1_cuda": Benchmark(
         "all masked positions of a protein after homologs in the geometry of E1 600M, and by its reference code",
         e1.random_cases,
         most_repeats=3,
-    ),
-    "extension_3b_cuda": Benchmark(
-        "a whole extension in the 3B geometry",
-        partial(cuda_steps.step_cases, ESM2_3B, 1024, (16, 1), ("exact", "turbo3", "paper")),
-        most_repeats=7,
-    ),
-    "extension_esmc_600m_cuda": Benchmark(
-        "a whole extension in the geometry of ESM-C 600M",
-        partial(cuda_steps.step_cases, ESMC_600M, 1024, (16, 1), ("exact", "turbo3", "paper")),
-        most_repeats=9,
-    ),
-    "extension_esmc_6b_cuda": Benchmark(
-        "a whole extension in the geometry of ESM-C 6B",
-        partial(cuda_steps.step_cases, ESMC_6B, 1024, (16, 1), ("exact", "turbo3")),
-        most_repeats=5,
-    ),
-    "extension_15b_cut_cuda": Benchmark(
-        "a whole extension in the 15B geometry cut to 8 layers",
-        partial(cuda_steps.step_cases, ESM2_15B_CUT, 1024, (16, 1), ("exact", "turbo3", "paper")),
-        most_repeats=7,
-    ),
-    "store_read_cuda": Benchmark(
-        "reading a context from a store, compared with its prefill, all layers of 650M",
-        partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
-        most_repeats=9,
-    ),
-    "embedding_throughput_cuda": Benchmark(
-        "embeddings of shipped proteins, compared with plain loops over Hugging Face's model, all layers of 650M",
-        partial(embedding.random_cases, ESM2_650M, 64, "cuda", (torch.float32, torch.bfloat16)),
-        most_repeats=9,
     ),
     "calibration_cuda": Benchmark(
         "a calibration on the shipped proteins, phase by phase, in the 650M and 3B geometries",
@@ -246,22 +163,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         ),
         most_repeats=1,
     ),
-    "scoring_12_on_500_cuda": Benchmark(
-        "candidates of 12 residues per second on a target of 500, recomputed and cached, all layers of 650M",
-        partial(
-            scoring.candidate_cases,
-            ESM2_650M,
-            target_residues=500,
-            candidate_residues=12,
-            full_candidates=20,
-            cached_candidates=1000,
-            refreshes=(0, 8),
-            device="cuda",
-            dtypes=(torch.bfloat16, torch.float32),
-            at_least=15.0,
-        ),
-        most_repeats=2,
-    ),
 }
 """Benchmarks that need a CUDA device, the most important first; without a device they have no rows."""
 
@@ -270,21 +171,19 @@ TIMED = BENCHMARKS | GPU_BENCHMARKS
 # The longest first, so that parallel processes finish at about the same time.
 EXPERIMENTS: dict[str, Experiment] = {
     "accuracy": Experiment(
-        "accuracy and memory of every preset on CATH domains, long proteins and the paper's six proteins",
+        "accuracy and memory of the package's presets on CATH domains and long proteins",
         "accuracy",
-        lambda limit: accuracy.preset_cases(accuracy.ALL_PRESETS, max_proteins=limit),
+        lambda limit: presets.preset_cases(PRODUCT_PRESETS, max_proteins=limit),
     ),
-    "accuracy_optional": Experiment(
-        "the same for quanto and HQQ, if the packages of the extra `compare` are installed",
+    "accuracy_codecs": Experiment(
+        "the same for the codecs of other papers and packages",
         "accuracy",
-        lambda limit: accuracy.optional_cases(max_proteins=limit),
+        lambda limit: presets.preset_cases(COMPARISON_PRESETS, max_proteins=limit),
     ),
     "families": Experiment(
-        "accuracy and memory of the package's presets with the small model of ESM-C, as `accuracy` with that of ESM-2",
+        "the same for the package's presets with the small model of ESM-C",
         "families",
-        lambda limit: accuracy.preset_cases(
-            PRODUCT_PRESETS, ("cath_val200", "long_human"), max_proteins=limit, model="esmc-mini"
-        ),
+        lambda limit: presets.preset_cases(PRODUCT_PRESETS, max_proteins=limit, model="esmc-mini"),
     ),
     "homologs": Experiment(
         "perplexity and accuracy of the package's presets after homologs, with the small model of E1",
@@ -303,16 +202,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             long_proteins.accuracy_cases(
                 [Windows(256, overlap, 512) for overlap in (0, 16, 128)], ("exact",), max_proteins=limit
             ),
-        ),
-    ),
-    "generation": Experiment(
-        "predictions at every step of generation against the full run, by refresh setting",
-        "generation",
-        lambda limit: generation.cases(
-            [generation.Refresh(*pair) for pair in ((0, 1), (8, 8), (32, 8), (4, 1), (8, 1), (16, 1), (32, 1))],
-            [generation.Refresh(*pair) for pair in ((0, 12), (8, 12), (8, 8), (8, 4), (16, 4))],
-            ("exact", "turbo3"),
-            max_proteins=limit,
         ),
     ),
     "designs": Experiment(

@@ -6,20 +6,26 @@ A design is judged by Hugging Face's model, which recomputes everything with eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.accuracy.generation import ALL, check, proteins, turbo_of
-from benchmarks.harness.embedded import embedded, plain_model, rounded
-from benchmarks.harness.measure import Case, Figures
+from benchmarks.harness.embedded import embedded, evaluation_set, plain_model, rounded
+from benchmarks.harness.measure import Case, Check, Figures, worst
+from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.tasks.generation.generate import GenerationOutput
 
 _ARMS = {"full": "exact", "frozen": "exact", "turbo3": "turbo3", "turbo2": "turbo2", "turbo1": "turbo1"}
 _NEW, _SAMPLES = 24, 2
+_SET, _STRIDE, _PROTEINS, _SHORTEST = "cath_val200", 8, 12, 90
+# Refreshes all of any protein.
+_ALL = 10_000
+# Logits are of the order of ten.
+_TOLERANCE = 1e-3
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
@@ -31,10 +37,10 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
     for name in ("to the right", "in place"):
 
         def measure(repeats: int, name: str = name) -> Figures:
-            return rounded(_measure(name, proteins(max_proteins)))
+            return rounded(_measure(name, _proteins(max_proteins)))
 
         shape = {"dtype": "float32", "max_proteins": max_proteins, "residues": _NEW, "samples": _SAMPLES}
-        yield Case(name=f"designs {name}", model=EMBEDDED_MODEL.name, shape=shape, check=check, measure=measure)
+        yield Case(name=f"designs {name}", model=EMBEDDED_MODEL.name, shape=shape, check=_check, measure=measure)
 
 
 def _measure(name: str, given: Sequence[list[int]]) -> Figures:
@@ -62,9 +68,9 @@ def _new(outputs: Sequence[GenerationOutput]) -> str:
 
 def _designs(name: str, arm: str, ids: list[int]) -> GenerationOutput:
     """Samples of one protein: 24 residues after its first three fifths, or in place of those in its middle."""
-    turbo = turbo_of(_ARMS[arm])
+    turbo = _turbo_of(_ARMS[arm])
     options: dict[str, Any] = {"num_return_sequences": _SAMPLES, "seed": 1}
-    options |= {"refresh": ALL, "refresh_every": 1} if arm == "full" else {}
+    options |= {"refresh": _ALL, "refresh_every": 1} if arm == "full" else {}
     sequence, middle = turbo.codes.decode(ids), len(ids) // 2
     if name == "to the right":
         return turbo.generate(sequence[: len(ids) * 3 // 5], max_new_tokens=_NEW, **options)
@@ -81,3 +87,29 @@ def _quality(designs: GenerationOutput) -> list[float]:
         log_probs = logits[torch.arange(len(at)), at].double().log_softmax(-1)
         values.append(-float(log_probs.gather(1, ids[at][:, None]).mean()))
     return values
+
+
+def _proteins(max_proteins: int | None) -> list[list[int]]:
+    codes = embedded().codes
+    long = [record for record in evaluation_set(_SET)[::_STRIDE] if len(record.sequence) >= _SHORTEST]
+    return [codes.encode(record.sequence, record.id) for record in long[:_PROTEINS][:max_proteins]]
+
+
+@functools.cache
+def _turbo_of(preset: str) -> TurboEsm:
+    return TurboEsm.from_pretrained(preset=preset, device="cpu")
+
+
+@functools.cache
+@torch.no_grad()
+def _check() -> Check:
+    """Compare steps to the right that refresh everything with Hugging Face's model."""
+    turbo, ids = _turbo_of("exact"), _proteins(1)[0]
+    errors = []
+    for begin in (len(ids) * 3 // 5, len(ids) - 1):
+        cache = turbo.prefill(turbo.codes.decode(ids[:begin]))
+        found = turbo.extend(cache, turbo.codes.mask_symbol, refresh=_ALL).logits[0, 0]
+        plain = plain_model()(torch.tensor([[turbo.codes.cls, *ids[:begin], turbo.codes.mask]])).logits[0, -1]
+        errors.append(float((found - plain).abs().max()))
+    what = "logits of the next residue with everything refreshed against Hugging Face's model, largest difference"
+    return Check(what, worst(errors), _TOLERANCE)

@@ -1,20 +1,20 @@
-"""Accuracy and memory of presets on the embedded model, one row per preset and protein set."""
+"""Accuracy and memory of presets on the small models: a case per protein set, with a row of every preset."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded, small_model
+from benchmarks.harness.embedded import evaluation_set, exactness, rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate import Evaluation, evaluate
 
-EXTENSION: Mapping[str, Any] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
-
-ALL_PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
+SETS = ("cath_val200", "long_human")
+"""Evaluation sets: CATH domains below 350 residues, and human proteins of 600 to 1,022."""
+_EXTENSION: Mapping[str, Sequence[int]] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
 
 
 def preset_cases(
@@ -23,7 +23,7 @@ def preset_cases(
     max_proteins: int | None = None,
     model: str = EMBEDDED_MODEL.name,
 ) -> Iterator[Case]:
-    """Figures 1 to 4 of every preset on every protein set.
+    """Leave-one-out and extension by every preset; what they are compared with is computed once per set.
 
     Args:
         presets: by name.
@@ -32,52 +32,51 @@ def preset_cases(
         model: one of `SMALL_MODELS`.
     """
     for name in sets:
-        for preset, config in presets.items():
-            yield _preset_case(name, preset, config, max_proteins, model)
+        yield Case(
+            name=name,
+            model=model,
+            shape={"dtype": "float32", "max_proteins": max_proteins},
+            check=functools.partial(_check, model),
+            measure=functools.partial(_measure, presets, name, max_proteins, model),
+        )
 
 
-def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """The same for the installed backends of Hugging Face's `QuantizedCache`."""
-    installed = {}
-    for name, config in OPTIONAL_PRESETS.items():
-        try:
-            embedded().model.esm.codec(config)
-        except ValueError as error:
-            print(f"{name}: {error}")
-        else:
-            installed[name] = config
-    yield from preset_cases(installed, SETS, max_proteins)
-
-
-def _preset_case(
-    set_name: str,
-    preset: str,
-    config: TurboConfig,
-    max_proteins: int | None,
-    model: str,
-) -> Case:
-    def measure(repeats: int) -> Figures:
-        begin = time.perf_counter()
-        proteins = evaluation_set(set_name, max_proteins)
-        evaluation = evaluate(small_model(model), proteins, {preset: config}, **EXTENSION)
-        whole = rounded(evaluation.to_dict())
-        [figures] = whole["presets"]
-        return {
-            "proteins": f"{set_name}.fasta",
-            "seconds_taken": round(time.perf_counter() - begin, 1),
-            "provenance": about(evaluation),
-            "preset": figures,
-        }
-
-    return Case(
-        name=f"{preset} on {set_name}",
-        model=model,
-        shape={"dtype": "float32", "max_proteins": max_proteins},
-        check=functools.partial(_check, model),
-        measure=measure,
+def _measure(
+    presets: Mapping[str, TurboConfig], name: str, max_proteins: int | None, model: str, repeats: int
+) -> list[Figures]:
+    begin = time.perf_counter()
+    proteins = evaluation_set(name, max_proteins)
+    evaluation = evaluate(
+        small_model(model),
+        [protein.sequence for protein in proteins],
+        presets,
+        names=[protein.id for protein in proteins],
+        classes=[protein.structural_class for protein in proteins],
+        **_EXTENSION,
     )
+    shared = {
+        "proteins": f"{name}.fasta",
+        "seconds_taken": round(time.perf_counter() - begin, 1),
+        "provenance": _provenance(evaluation),
+    }
+    return [shared | {"preset": figures} for figures in rounded(evaluation.to_dict())["presets"]]
 
 
 @functools.cache
 def _check(model: str) -> Check:
     return exactness(evaluation_set("cath_val200", 1)[0], model)
+
+
+def _provenance(evaluation: Evaluation) -> Figures:
+    """Provenance of an evaluation, without the parts that every record has."""
+    provenance = evaluation.provenance
+    calibration = provenance.calibration or {}
+    return {
+        "proteins": provenance.proteins,
+        "residues": provenance.residues,
+        "sequences_sha256": provenance.sequences_sha256,
+        "geometry": dict(provenance.geometry),
+        "dtype": provenance.dtype,
+        "backend": provenance.backend,
+        "calibration": {name: calibration.get(name) for name in ("sequences", "residues", "fasta")},
+    }

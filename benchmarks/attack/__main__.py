@@ -12,9 +12,8 @@ Kinds:
     disks: full from some moment on, read-only, or with a limit of file sizes
     memory: too little address space for a long protein
     processes, threads: several writers at once
-    caches: random sequences of cache operations against a model in NumPy and float64
-    identity: options, code, hooks or adapters of a model change between making contexts and using them, or back
-    weights, folders: weights change between calls, or between two runs into one folder
+    caches: random sequences of cache operations against a model in float64
+    identity: weights, options, code, hooks or adapters change between making contexts and using them, or back
     nonsense, leaving, stalling, starving, stopped: clients of a service that send what makes no sense, leave, stall or
         take all that they can get, while another one asks; and SIGTERM while requests run
 
@@ -40,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attack import caches, damage, identity, kills, limits, service_trials, weights, writers
+from benchmarks.attack import caches, damage, identity, kills, limits, service_trials, writers
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.trial import Finding
 from benchmarks.harness import records
@@ -60,8 +59,6 @@ KINDS: dict[str, Trial] = {
     "threads": writers.threads,
     "caches": caches.sequences,
     "identity": identity.changed,
-    "weights": weights.changed,
-    "folders": weights.embedded,
     "nonsense": service_trials.nonsense,
     "leaving": service_trials.leaving,
     "stalling": service_trials.stalling,

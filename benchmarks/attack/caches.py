@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.attack.commands import References, protein, turbo
-from benchmarks.attack.numpy_esm2 import MASK, Array, NumpyEsm2
 from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
 from esm_turbo import TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
+from tests.helpers.frozen_esm2 import MASK, FrozenEsm2, FrozenRun
 
 TOLERANCE = 2e-5
 """Of logits relative to the largest: float32 over twelve layers against float64; exact sequences stay within 3e-6."""
@@ -29,17 +30,17 @@ class Token:
 
     id: int
     position: int
-    keys: Array
-    values: Array
+    keys: Tensor
+    values: Tensor
 
 
 Row = list[Token]
 
 
 @functools.cache
-def reference() -> NumpyEsm2:
-    """The embedded model in float64."""
-    return NumpyEsm2(EMBEDDED_MODEL)
+def reference() -> FrozenEsm2:
+    """The embedded model in float64, independent of the package."""
+    return FrozenEsm2(EMBEDDED_MODEL)
 
 
 def sequences(rng: random.Random, folder: Path, references: References) -> list[Finding]:
@@ -113,14 +114,11 @@ class Operations:
         ids, mask = self.turbo.codes.batch(rows)
         with torch.no_grad():
             cache = self.turbo.model(ids, mask, use_cache=True).past_key_values
-        made = [reference().run(row, list(range(len(row)))) for row in rows]
-        decoded = None if self.exact else _decode(cache)
         self.said.append(f"prefill of {[len(row) for row in rows]}")
-        held = []
-        for index, (row, run) in enumerate(zip(rows, made, strict=True)):
-            keys, values = (run.keys, run.values) if decoded is None else (decoded[0][:, index], decoded[1][:, index])
-            held.append([Token(token, i, keys[:, :, i], values[:, :, i]) for i, token in enumerate(row)])
-        return cache, held
+        if self.exact:
+            return cache, [_tokens(row, range(len(row)), *_stacked(reference().context(row))) for row in rows]
+        keys, values = _decode(cache)
+        return cache, [_tokens(row, range(len(row)), keys[:, i], values[:, i]) for i, row in enumerate(rows)]
 
     def _append(self) -> None:
         """New tokens, of which some are padding or hidden from the others and not stored."""
@@ -134,7 +132,7 @@ class Operations:
             start = row[-1].position + 1 if row else 0
             positions = list(range(start, start + len(kept)))
             run = _extended(row, [True] * len(row), kept, positions)
-            new.append([Token(*one) for one in zip(kept, positions, *_by_token(run.keys, run.values), strict=True)])
+            new.append(_tokens(kept, positions, *_stacked(run)))
         self.rows = [row + more for row, more in zip(self.rows, new, strict=True)]
         if not self.exact:
             self._decode_new(before)
@@ -241,33 +239,41 @@ class Operations:
         for index, row in enumerate(self.rows):
             count = len(ids[index])
             run = _extended(row, past[index], ids[index], positions[index][:count])
-            found = logits[index, :count].double().numpy()
-            error = float(np.abs(found - run.logits).max() / np.abs(run.logits).max())
+            found = logits[index, :count].double()
+            error = float((found - run.logits).abs().max() / run.logits.abs().max())
             # Not `error > TOLERANCE`: NaN is wrong, too.
             if not error <= TOLERANCE:
                 return f"logits of row {index} of {len(self.rows)} are wrong by {error:.1e}"
         return ""
 
 
-def _extended(row: Row, visible: list[bool], ids: list[int], positions: list[int]):  # type: ignore[no-untyped-def]
+def _extended(row: Row, visible: list[bool], ids: list[int], positions: list[int]) -> FrozenRun:
     """Tokens after those of a row that are visible."""
     shown = [token for token, seen in zip(row, visible, strict=True) if seen]
+    past = None
+    if shown:
+        keys = torch.stack([token.keys for token in shown], dim=2)
+        values = torch.stack([token.values for token in shown], dim=2)
+        past = list(zip(keys, values, strict=True))
     masks = [token.id for token in shown].count(MASK) + ids.count(MASK)
-    heads, width = reference().heads, row[0].keys.shape[-1] if row else 1
-    empty = np.zeros((reference().num_layers, heads, 0, width))
-    seen = (
-        np.stack([token.keys for token in shown], axis=2) if shown else empty,
-        np.stack([token.values for token in shown], axis=2) if shown else empty,
-    )
-    counts = {"total_tokens": len(shown) + len(ids), "total_masks": masks}
-    return reference().run(ids, positions, seen if shown else None, **counts)
+    return reference().run(ids, positions, total_tokens=len(shown) + len(ids), total_masks=masks, past=past)
 
 
-def _by_token(*arrays: Array) -> list[list[Array]]:
-    return [[array[:, :, index] for index in range(array.shape[2])] for array in arrays]
+def _stacked(run: FrozenRun) -> tuple[Tensor, Tensor]:
+    """Keys and values of all layers, [layers, heads, n, head_dim] each."""
+    keys, values = zip(*run.kv, strict=True)
+    return torch.stack(keys), torch.stack(values)
 
 
-def _decode(cache: TurboKVCache) -> tuple[Array, Array]:
+def _tokens(ids: Sequence[int], positions: Iterable[int], keys: Tensor, values: Tensor) -> Row:
+    """Tokens with their keys and values, [layers, heads, n, head_dim] each."""
+    return [
+        Token(token, position, keys[:, :, i], values[:, :, i])
+        for i, (token, position) in enumerate(zip(ids, positions, strict=True))
+    ]
+
+
+def _decode(cache: TurboKVCache) -> tuple[Tensor, Tensor]:
     """Keys and values that a cache stands for, [layers, rows, heads, columns, head_dim] each."""
     keys, values = [], []
     for index, layer in enumerate(cache.layers):
@@ -280,6 +286,6 @@ def _decode(cache: TurboKVCache) -> tuple[Array, Array]:
                     if column >= 0:
                         for x, one in zip(decoded, kept, strict=True):
                             x[row, :, column] = one[row, :, slot]
-        keys.append(decoded[0].double().numpy())
-        values.append(decoded[1].double().numpy())
-    return np.stack(keys), np.stack(values)
+        keys.append(decoded[0].double())
+        values.append(decoded[1].double())
+    return torch.stack(keys), torch.stack(values)

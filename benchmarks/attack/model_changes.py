@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,11 @@ def feed_forward(model: Any, undo: ExitStack) -> None:
 
 def element(model: Any, undo: ExitStack) -> None:
     _layer(model).intermediate.dense.weight.data.view(-1)[7] += 1
+
+
+def part(model: Any, undo: ExitStack) -> None:
+    weight = _layer(model).output.dense.weight.data
+    weight[: len(weight) // 16] *= 1.5
 
 
 def by_numpy(model: Any, undo: ExitStack) -> None:
@@ -97,34 +103,10 @@ def product_precision(model: Any, undo: ExitStack) -> None:
 # Options and plain values.
 
 
-def eps(model: Any, undo: ExitStack) -> None:
-    _layer(model, 1).attention.LayerNorm.eps = 1e-2
-
-
-def token_dropout(model: Any, undo: ExitStack) -> None:
-    model.esm.embeddings.token_dropout = False
-
-
-def mask_token(model: Any, undo: ExitStack) -> None:
-    model.esm.embeddings.mask_token_id = 4
-
-
-def attention_scaling(model: Any, undo: ExitStack) -> None:
-    model.esm.rotary_embeddings.attention_scaling = 1.5
-
-
-def configuration(model: Any, undo: ExitStack) -> None:
-    model.esm.config.layer_norm_eps = 1e-2
-
-
 def own_configuration(model: Any, undo: ExitStack) -> None:
     own = copy.deepcopy(model.config)
     own.hidden_size *= 2
     _layer(model).attention.self.config = own
-
-
-def scaling(model: Any, undo: ExitStack) -> None:
-    _layer(model).attention.self.scaling = 2.0
 
 
 def training(model: Any, undo: ExitStack) -> None:
@@ -139,33 +121,9 @@ def whole_dropout(model: Any, undo: ExitStack) -> None:
 # Code.
 
 
-def function(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(modeling_esm, "gelu", relu))
-
-
-def inner_function(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", lambda x: x))
-
-
-def partial_function(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", functools.partial(torch.roll, shifts=1)))
-
-
-def cached_function(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", functools.lru_cache(_scaled)))
-
-
 def code_object(model: Any, undo: ExitStack) -> None:
     undo.callback(setattr, modeling_esm.rotate_half, "__code__", modeling_esm.rotate_half.__code__)
     modeling_esm.rotate_half.__code__ = (lambda x: x).__code__
-
-
-def functional(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(nn.functional, "linear", lambda x, w, b=None: x @ w.T))
-
-
-def library_functional(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(mock.patch.object(nn.functional, "gelu", relu))
 
 
 def tensor_method(model: Any, undo: ExitStack) -> None:
@@ -190,11 +148,6 @@ def wrapped_class(model: Any, undo: ExitStack) -> None:
     undo.enter_context(mock.patch.object(modeling_esm.EsmIntermediate, "forward", torch.no_grad()(wrapped)))
 
 
-def class_property(model: Any, undo: ExitStack) -> None:
-    embeddings = modeling_esm.EsmEmbeddings
-    undo.enter_context(mock.patch.object(embeddings, "mask_token_id", property(lambda self: 4), create=True))
-
-
 class _Steered(modeling_esm.EsmOutput):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         output: Tensor = super().forward(hidden_states, input_tensor)
@@ -217,22 +170,6 @@ def partial_forward(model: Any, undo: ExitStack) -> None:
 
 def borrowed_forward(model: Any, undo: ExitStack) -> None:
     _layer(model).output.dense.forward = _layer(model, 1).output.dense.forward
-
-
-def hook(model: Any, undo: ExitStack) -> None:
-    _layer(model).register_forward_hook(lambda *_: None)
-
-
-def steering_hook(model: Any, undo: ExitStack) -> None:
-    _layer(model).output.register_forward_hook(lambda module, args, output: output.roll(1, -1))
-
-
-def pre_hook(model: Any, undo: ExitStack) -> None:
-    _layer(model).attention.register_forward_pre_hook(lambda *_: None)
-
-
-def hook_of_library(model: Any, undo: ExitStack) -> None:
-    _layer(model).intermediate.register_forward_hook(nn.Sequential(nn.Identity()))
 
 
 def global_hook(model: Any, undo: ExitStack) -> None:
@@ -318,93 +255,105 @@ def adapter(model: Any, undo: ExitStack) -> None:
     adapt(model)
 
 
-def _adapter_of(model: Any) -> Any:
-    return _layer(model).attention.self.value
-
-
-def adapter_scaled(model: Any, undo: ExitStack) -> None:
-    _adapter_of(model).scaling["default"] *= 4
-
-
-def adapter_disabled(model: Any, undo: ExitStack) -> None:
-    _adapter_of(model).enable_adapters(False)
-
-
-def adapter_switched(model: Any, undo: ExitStack) -> None:
-    _adapter_of(model).set_adapter("other")
-
-
-def adapter_added(model: Any, undo: ExitStack) -> None:
-    _adapter_of(model)._active_adapter.append("other")
-
-
-def adapter_merged(model: Any, undo: ExitStack) -> None:
-    _adapter_of(model).merge()
-
-
 def adapter_written(model: Any, undo: ExitStack) -> None:
     with torch.no_grad():
-        _adapter_of(model).lora_B["default"].weight.mul_(2)
+        _layer(model).attention.self.value.lora_B["default"].weight.mul_(2)
 
 
-CHANGES: dict[str, Change] = {
-    change.__name__: change
-    for change in (
-        feed_forward,
-        element,
-        by_numpy,
-        transposed,
-        swapped,
-        tied,
-        state_dict,
-        buffer,
-        passing_buffer,
-        other_dtype,
-        half_a_layer,
-        product_precision,
-        eps,
-        token_dropout,
-        mask_token,
-        attention_scaling,
-        configuration,
-        own_configuration,
-        scaling,
-        training,
-        whole_dropout,
-        function,
-        inner_function,
-        partial_function,
-        cached_function,
-        code_object,
-        functional,
-        library_functional,
-        tensor_method,
-        class_forward,
-        wrapped_class,
-        class_property,
-        other_class,
-        instance_forward,
-        partial_forward,
-        borrowed_forward,
-        hook,
-        steering_hook,
-        pre_hook,
-        hook_of_library,
-        global_hook,
-        function_mode,
-        attention_function,
-        own_attention,
-        replaced,
-        parametrization,
-        tensor_class,
-        adapter,
-        adapter_scaled,
-        adapter_disabled,
-        adapter_switched,
-        adapter_added,
-        adapter_merged,
-        adapter_written,
-    )
+# What needs no more than a line.
+
+
+def _set(path: str, value: object) -> Change:
+    """Set an attribute, named from the model on."""
+    owner, _, name = path.rpartition(".")
+    return lambda model, undo: setattr(attrgetter(owner)(model), name, value)
+
+
+def _patch(owner: Any, name: str, new: object, **options: Any) -> Change:
+    """Put something in place of an attribute of a module or class."""
+
+    def change(model: Any, undo: ExitStack) -> None:
+        undo.enter_context(mock.patch.object(owner, name, new, **options))
+
+    return change
+
+
+def _hook(register: str, path: str, function: Callable[..., Any]) -> Change:
+    """Register a hook on a submodule of the first layer."""
+
+    def change(model: Any, undo: ExitStack) -> None:
+        getattr(_layer(model).get_submodule(path), register)(function)
+
+    return change
+
+
+def _adapter(change: Callable[[Any], object]) -> Change:
+    """Change the adapter of the first layer's values."""
+
+    def changed(model: Any, undo: ExitStack) -> None:
+        change(_layer(model).attention.self.value)
+
+    return changed
+
+
+_FUNCTIONS = (
+    feed_forward,
+    element,
+    part,
+    by_numpy,
+    transposed,
+    swapped,
+    tied,
+    state_dict,
+    buffer,
+    passing_buffer,
+    other_dtype,
+    half_a_layer,
+    product_precision,
+    own_configuration,
+    training,
+    whole_dropout,
+    code_object,
+    tensor_method,
+    class_forward,
+    wrapped_class,
+    other_class,
+    instance_forward,
+    partial_forward,
+    borrowed_forward,
+    global_hook,
+    function_mode,
+    attention_function,
+    own_attention,
+    replaced,
+    parametrization,
+    tensor_class,
+    adapter,
+    adapter_written,
+)
+CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} | {
+    "eps": _set("esm.encoder.layer.1.attention.LayerNorm.eps", 1e-2),
+    "token_dropout": _set("esm.embeddings.token_dropout", False),
+    "mask_token": _set("esm.embeddings.mask_token_id", 4),
+    "attention_scaling": _set("esm.rotary_embeddings.attention_scaling", 1.5),
+    "configuration": _set("esm.config.layer_norm_eps", 1e-2),
+    "scaling": _set("esm.encoder.layer.0.attention.self.scaling", 2.0),
+    "function": _patch(modeling_esm, "gelu", relu),
+    "inner_function": _patch(modeling_esm, "rotate_half", lambda x: x),
+    "partial_function": _patch(modeling_esm, "rotate_half", functools.partial(torch.roll, shifts=1)),
+    "cached_function": _patch(modeling_esm, "rotate_half", functools.lru_cache(_scaled)),
+    "functional": _patch(nn.functional, "linear", lambda x, w, b=None: x @ w.T),
+    "library_functional": _patch(nn.functional, "gelu", relu),
+    "class_property": _patch(modeling_esm.EsmEmbeddings, "mask_token_id", property(lambda self: 4), create=True),
+    "hook": _hook("register_forward_hook", "", lambda *_: None),
+    "steering_hook": _hook("register_forward_hook", "output", lambda module, args, output: output.roll(1, -1)),
+    "pre_hook": _hook("register_forward_pre_hook", "attention", lambda *_: None),
+    "hook_of_library": _hook("register_forward_hook", "intermediate", nn.Sequential(nn.Identity())),
+    "adapter_scaled": _adapter(lambda values: values.scaling.update(default=4 * values.scaling["default"])),
+    "adapter_disabled": _adapter(lambda values: values.enable_adapters(False)),
+    "adapter_switched": _adapter(lambda values: values.set_adapter("other")),
+    "adapter_added": _adapter(lambda values: values._active_adapter.append("other")),
+    "adapter_merged": _adapter(lambda values: values.merge()),
 }
 """Each is refused, or leaves results as they are to 1e-3; those that begin with `adapter_` are of models that `adapt`
 has changed."""

@@ -16,7 +16,7 @@ from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import shipped_proteins
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, in_process
-from benchmarks.harness.models import Architecture, masked_lm, random_calibration, turbo_of
+from benchmarks.harness.models import Architecture, random_turbo
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 
@@ -91,9 +91,8 @@ def main(folder: str, sizes: tuple[int, int, int, int]) -> Figures:
         sizes: layers, heads, components per head and intermediate size of the model.
     """
     os.environ["TRITON_CACHE_DIR"] = folder
-    model = masked_lm(Architecture("random weights", *sizes), cuda_timing.DEVICE)
-    turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
-    turbo.model.to(torch.bfloat16)
+    architecture = Architecture("random weights", *sizes)
+    turbo = random_turbo(architecture, DEFAULT_PRESET, cuda_timing.DEVICE, torch.bfloat16)
     begin = time.perf_counter()
     compiled_ahead = turbo.warmup()
     compiled = time.perf_counter()

@@ -7,11 +7,10 @@ of the flushes alone, which cancels the start of the graph and the events of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 
-from benchmarks.harness.measure import Figures, interleave, spread
+from benchmarks.harness.measure import Figures, spread
 
 Call = Callable[[], object]
 
@@ -100,21 +99,6 @@ def captured_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[str, 
     return times, failed
 
 
-def synchronized_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time calls from Python until the device has finished, arms in turn; returns as `captured_seconds`."""
-    failed, able = {}, {}
-    for name, call in arms.items():
-        try:
-            for _ in range(_WARM_UPS):
-                call()
-            torch.cuda.synchronize()
-            able[name] = [partial(_until_finished, call)]
-        except Exception as error:
-            failed[name] = reason(error)
-            torch.cuda.empty_cache()
-    return (interleave(able, repeats) if able else {}), failed
-
-
 def figures(times: Mapping[str, list[float]], failed: Mapping[str, str]) -> Figures:
     """Spread of the times, and the failures if there are any."""
     found: Figures = {"seconds": spread(times)}
@@ -148,8 +132,3 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph, flush: Flush) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _until_finished(call: Call) -> None:
-    call()
-    torch.cuda.synchronize()

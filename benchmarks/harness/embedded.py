@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForMaskedLM
 
-from benchmarks.harness.measure import Check, Figures, worst
+from benchmarks.harness.measure import Check, worst
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins, evaluation_proteins
-from esm_turbo.config import TurboConfig
-from esm_turbo.evaluate import Evaluation
-from esm_turbo.evaluate import evaluate as evaluate_presets
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.common.forwards import FROZEN
-
-SETS = ("cath_val200", "long_human", "paper_six")
-"""Evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six proteins."""
 
 _MODELS = Path(__file__).resolve().parents[2] / "models"
 SMALL_MODELS = {path.name: path for path in (EMBEDDED_MODEL, _MODELS / "esmc-mini", _MODELS / "e1-mini")}
@@ -63,33 +57,6 @@ def shipped_proteins() -> tuple[ProteinRecord, ...]:
     return tuple(read_fasta_strict(calibration_proteins()))
 
 
-def evaluate(
-    turbo: TurboEsm,
-    proteins: Sequence[ProteinRecord],
-    presets: Mapping[str, TurboConfig],
-    *,
-    classes: Sequence[str | None] | None = None,
-    **options: Any,
-) -> Evaluation:
-    """Evaluate presets, without extensions unless requested by `options`.
-
-    Args:
-        turbo: the model.
-        proteins: to evaluate on.
-        presets: by name.
-        classes: of the proteins; None for those stated in their headers.
-        options: of `esm_turbo.evaluate.evaluate`.
-    """
-    return evaluate_presets(
-        turbo,
-        [protein.sequence for protein in proteins],
-        presets,
-        names=[protein.id for protein in proteins],
-        classes=[protein.structural_class for protein in proteins] if classes is None else classes,
-        **{"extend_ks": (), **options},
-    )
-
-
 @torch.no_grad()
 def exactness(protein: ProteinRecord, model: str = EMBEDDED_MODEL.name) -> Check:
     """Compare leave-one-out at full precision with Hugging Face's model on one protein: equal up to rounding."""
@@ -113,18 +80,3 @@ def rounded(figures: Any) -> Any:
     if isinstance(figures, list | tuple):
         return [rounded(value) for value in figures]
     return figures
-
-
-def about(evaluation: Evaluation) -> Figures:
-    """Provenance of an evaluation, without the parts that every record has."""
-    provenance = evaluation.provenance
-    calibration = provenance.calibration or {}
-    return {
-        "proteins": provenance.proteins,
-        "residues": provenance.residues,
-        "sequences_sha256": provenance.sequences_sha256,
-        "geometry": dict(provenance.geometry),
-        "dtype": provenance.dtype,
-        "backend": provenance.backend,
-        "calibration": {name: calibration.get(name) for name in ("sequences", "residues", "fasta")},
-    }

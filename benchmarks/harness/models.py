@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig, EsmForMaskedLM, EsmModel, EsmTokenizer
+from transformers import EsmConfig, EsmForMaskedLM, EsmTokenizer
 
-from esm_turbo import Calibration, KVCalibrator, TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo import Calibration, KVCalibrator, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
@@ -37,10 +36,6 @@ class Architecture:
     head_dim: int = 64
     intermediate_size: int = 5120
 
-    def on_device(self, **sizes: Any) -> dict[str, Any]:
-        """Shape of a row of this model on a CUDA device; bfloat16 and a batch of one unless `sizes` say otherwise."""
-        return {"batch_size": 1, **self.described(), "dtype": "bfloat16", "device": "cuda", **sizes}
-
     def described(self) -> dict[str, int]:
         """Sizes as recorded."""
         return {"layers": self.num_layers, "heads": self.num_heads, "head_dim": self.head_dim}
@@ -64,45 +59,6 @@ class Architecture:
             attention_probs_dropout_prob=0.0,
         )
 
-    def model(self) -> Any:
-        """The library's encoder, as initialised but for larger queries and keys."""
-        model = EsmModel(self.config(), add_pooling_layer=False)
-        for layer in model.encoder.layer:
-            # With the default initialisation attention is nearly a plain mean, which would hide errors.
-            layer.attention.self.query.weight *= 2
-            layer.attention.self.key.weight *= 2
-        return model
-
-
-@dataclass(frozen=True)
-class EsmcArchitecture(Architecture):
-    """Sizes of an ESM-C model."""
-
-    def config(self) -> Any:
-        """Configuration like those of the published checkpoints."""
-        from transformers import EsmcConfig
-
-        return EsmcConfig(
-            hidden_size=self.num_heads * self.head_dim,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            intermediate_size=self.intermediate_size,
-        )
-
-    def model(self) -> Any:
-        """See `Architecture.model`; queries and keys are normalised, and attention is far from a plain mean."""
-        from transformers import EsmcModel
-
-        return EsmcModel(self.config())
-
-
-@torch.no_grad()
-def random_model(architecture: Architecture, seed: int = 0, device: str = "cpu") -> Any:
-    """An encoder of random weights, float32."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return architecture.model().eval()
-
 
 def random_tokens(rows: int, residues: int, *, cls: bool = True, eos: bool = False, seed: int = 0) -> Tensor:
     """Token ids of random proteins, [rows, residues + special tokens]."""
@@ -120,20 +76,16 @@ def random_sequences(lengths: Sequence[int], seed: int = 0) -> list[str]:
     return ["".join(STANDARD_RESIDUES[int(i)] for i in pick) for pick in picks]
 
 
-def masked_lm(architecture: Architecture, device: str = "cpu") -> EsmForMaskedLM:
-    """A model of random weights with its language-model head, float32."""
-    return with_head(random_model(architecture, device=device))
-
-
-def with_head(encoder: EsmModel) -> EsmForMaskedLM:
-    """An encoder with a language-model head of random weights, on its device and in its dtype."""
-    config = copy.deepcopy(encoder.config)
-    # A single layer, which the encoder then replaces.
-    config.num_hidden_layers = 1
-    with encoder.device:
-        model = EsmForMaskedLM(config).to(encoder.dtype).eval()
-    model.config, model.esm = encoder.config, encoder
-    model.tie_weights()
+@torch.no_grad()
+def masked_lm(architecture: Architecture, device: str = "cpu", seed: int = 0) -> EsmForMaskedLM:
+    """A model of random weights, float32: as the library initialises it, but for larger queries and keys."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = EsmForMaskedLM(architecture.config()).eval()
+    for layer in model.esm.encoder.layer:
+        # With the default initialisation attention is nearly a plain mean, which would hide errors.
+        layer.attention.self.query.weight *= 2
+        layer.attention.self.key.weight *= 2
     return model
 
 
@@ -143,11 +95,13 @@ def turbo_of(model: EsmForMaskedLM, calibration: Calibration | None = None, pres
     return TurboEsm(TurboEsmForMaskedLM.from_esm(model, calibration=calibration, preset=preset), tokenizer)
 
 
-def random_turbo(architecture: Architecture, preset: str, device: str = "cpu") -> TurboEsm:
+def random_turbo(
+    architecture: Architecture, preset: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> TurboEsm:
     """A model of random weights with a calibration on random proteins, for one preset."""
     model = masked_lm(architecture, device)
     turbo = turbo_of(model, random_calibration(model.esm, [preset]), preset)
-    turbo.model.to(device)
+    turbo.model.to(device, dtype)
     return turbo
 
 
@@ -156,11 +110,3 @@ def random_calibration(model: Any, presets: Iterable[str] = PRODUCT_PRESETS) -> 
     calibrator = KVCalibrator(model, sample_size=256)
     calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1))
     return calibrator.finalize(presets)
-
-
-def with_presets(model: EsmModel, calibration: Calibration, **turbo: Any) -> dict[str, TurboEsmModel]:
-    """One model per preset, all with the weights of `model`."""
-    return {
-        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, **turbo)
-        for preset in PRODUCT_PRESETS
-    }

@@ -26,12 +26,19 @@ def small(x: float) -> str:
     return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
 
 
+def made_by(record: Record) -> str:
+    """Versions and commit of a record in words."""
+    versions, revision = record["environment"]["versions"], record["revision"]
+    changed = " with local changes" if revision["dirty"] else ""
+    return (
+        f"torch {versions['torch']}, transformers {versions['transformers']}, commit {revision['commit'][:10]}{changed}"
+    )
+
+
 def source(record: Record, file: str, model: str = "esm2-mini") -> str:
     """The source of the figures of a table: one of its records, the file, and the model in words."""
-    where, versions = record["environment"], record["environment"]["versions"]
-    changed = " with local changes" if record["revision"]["dirty"] else ""
+    processor = record["environment"]["processor"]
     return (
-        f"Measured with {model} in float32 on a CPU ({where['processor']}),"
-        f" torch {versions['torch']}, transformers {versions['transformers']},"
-        f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`.\n"
+        f"Measured with {model} in float32 on a CPU ({processor}), {made_by(record)};"
+        f" `benchmarks/results/{file}.jsonl`.\n"
     )

@@ -1,9 +1,8 @@
-"""Draws the images of docs/images/ from the files in benchmarks/results/, and from nothing else.
+"""Draws the images of accuracy in docs/images/ from the files in benchmarks/results/, and from nothing else.
 
-    python -m benchmarks.report.plots [NAME ...] [--to FOLDER] [--check]
+    python -m benchmarks.report.plots [--check]
 
-An image whose results are missing is left out, with a word about it. An image says which results it was made from;
-`--check` draws nothing and exits 1 where that is not what is stored now.
+An image says which results it was made from; `--check` draws nothing and exits 1 where that is not what is stored now.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from benchmarks.harness import records
-from benchmarks.report import plots_accuracy, plots_scoring
+from benchmarks.harness import records, stored
+from benchmarks.harness.names import COMPRESSED
+from benchmarks.report.tables_accuracy import by_bits
 
-ROOT = Path(__file__).resolve().parents[2]
-IMAGES = ROOT / "docs" / "images"
-PLOTS = plots_accuracy.PLOTS | plots_scoring.PLOTS
-"""Functions that draw, and the result files that they read, by the image's name."""
-
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 # Text stays text, so that an image can be searched; ids are the same in every run. Figures are drawn about as wide as
 # pages show them, so that these font sizes are the displayed ones.
 _STYLE: dict[Any, Any] = {
@@ -37,6 +36,125 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
+_TURBO = [name for name in COMPRESSED if name.startswith("turbo")]
+_FAMILIES: Mapping[str, Sequence[str]] = {
+    "turbo": _TURBO,
+    "TurboESM paper": ["paper"],
+    "TurboQuant": ["turboquant4", "turboquant3", "turboquant2"],
+    "TurboQuant prod": ["turboquant_prod4", "turboquant_prod3"],
+    "hybrid": ["tq35", "tq25"],
+    "PolarQuant": ["polarquant4", "polarquant3"],
+    "QJL": ["qjl"],
+    "spectral": ["spectral"],
+    "KIVI": ["kivi4", "kivi2"],
+    "int": ["int8", "int4"],
+    "fp8": ["fp8"],
+    "quanto": ["quanto4", "quanto2"],
+    "HQQ": ["hqq4", "hqq2"],
+}
+_MARKERS = "osD^v<>Pp*hXd"
+_LABELLED = ("turbo",)
+_FREEZING = "freezing error"
+_SETS = {"cath_val200": "CATH domains", "long_human": "proteins of 600 to 1,022 residues"}
+# What rounding of float32 leaves; a code that is better is shown there.
+_FLOOR = 1e-7
+
+
+def pareto() -> Figure:
+    """Bits per element against KL and against 1 - cosine, every codec, on both protein sets."""
+    figure = Figure(figsize=(8.7, 8))
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    figures = {"kl_mean": "mean KL divergence (nats)", "cosine_mean": "1 - mean cosine"}
+    for column, (proteins, title) in enumerate(_SETS.items()):
+        records = by_bits(proteins)
+        if not records:
+            raise LookupError(f"no records of presets on {proteins}")
+        for row, (name, label) in enumerate(figures.items()):
+            axis = axes[row, column]
+            points = {preset: _point(record["figures"]["preset"], name) for preset, record in records.items()}
+            _draw_families(axis, points)
+            axis.set(yscale="log", ylabel=label if column == 0 else "", title=title if row == 0 else "")
+            axis.grid(alpha=0.3, which="major")
+            if row == 1:
+                axis.set_xlabel("bits per element, all storage counted")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
+def freezing() -> Figure:
+    """Freezing error and quantisation error by residues refreshed."""
+    figure = Figure(figsize=(8.7, 3.8))
+    axes = figure.subplots(1, 3, sharey=True)
+    frozen = stored.accuracy("cath_val200", "exact", "extend")["figures"]["preset"]["extend"]
+    arms: dict[str, list[dict[str, Any]]] = {_FREEZING: [_side(e, "against_full") for e in frozen]}
+    for name in _TURBO:
+        extend = stored.accuracy("cath_val200", name, "extend")["figures"]["preset"]["extend"]
+        arms[f"quantisation error, {name}"] = [_side(e, "against_frozen") for e in extend]
+    news = sorted({entry["new"] for entry in arms[_FREEZING]})
+    for axis, new in zip(axes, news, strict=True):
+        for name, entries in arms.items():
+            chosen = [entry for entry in entries if entry["new"] == new]
+            axis.plot(
+                [entry["refreshed"] for entry in chosen],
+                [entry["error"] for entry in chosen],
+                marker="o",
+                markersize=4,
+                color="black" if name == _FREEZING else None,
+                linestyle="--" if name == _FREEZING else "-",
+                label=name,
+            )
+        axis.set(yscale="log", xlabel="residues refreshed", title=f"{new} new residue{'s' if new > 1 else ''}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("1 - mean cosine")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_families(axis: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    for family, names in _FAMILIES.items():
+        known = [name for name in names if name in points]
+        if not known:
+            continue
+        bits, errors = zip(*(points[name] for name in known), strict=True)
+        # Points of most codecs lie too close for labels of their own, so that the legend names them.
+        names = family if family == "turbo" else ", ".join(known)
+        axis.plot(bits, errors, color=_colour(family), marker=_marker(family), label=names,
+                  markersize=6, **_line(family))  # fmt: skip
+        for name in known if family in _LABELLED else ():
+            axis.annotate(name, points[name], xytext=(6, 3), textcoords="offset points", fontsize=8.5,
+                          color=_colour(family))  # fmt: skip
+
+
+def _line(family: str) -> dict[str, Any]:
+    return {"linewidth": 2, "alpha": 1.0} if family == "turbo" else {"linewidth": 1, "alpha": 0.7}
+
+
+def _point(preset: Mapping[str, Any], name: str) -> tuple[float, float]:
+    figures = preset["leave_one_out"]["against_frozen"]["residues"]
+    error = 1 - figures[name] if name == "cosine_mean" else figures[name]
+    return preset["memory"]["bits_per_element"], max(_FLOOR, error)
+
+
+def _side(entry: Mapping[str, Any], side: str) -> dict[str, Any]:
+    return {
+        "new": entry["new_residues"],
+        "refreshed": entry["refreshed"],
+        "error": max(_FLOOR, 1 - entry[side]["residues"]["cosine_mean"]),
+    }
+
+
+def _colour(family: str) -> tuple[float, ...]:
+    index = list(_FAMILIES).index(family)
+    return colormaps["tab10"](index) if index < 10 else colormaps["Dark2"](index - 10)
+
+
+def _marker(family: str) -> str:
+    return _MARKERS[list(_FAMILIES).index(family) % len(_MARKERS)]
+
+
+PLOTS: dict[str, Callable[[], Figure]] = {"pareto": pareto, "freezing": freezing}
+"""Functions that draw, by the image's name."""
 
 
 def draw(name: str, path: Path) -> None:
@@ -50,54 +168,30 @@ def draw(name: str, path: Path) -> None:
         LookupError: the results that it shows are missing.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = PLOTS[name][0]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Description": source(name)})
+        figure = PLOTS[name]()
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": source()})
 
 
-def source(name: str) -> str:
+def source() -> str:
     """The description by which an image names the results that it was made from."""
-    digest = hashlib.sha256()
-    for file in PLOTS[name][1]:
-        path = records.RESULTS / f"{file}.jsonl"
-        digest.update(path.read_bytes() if path.exists() else b"")
+    digest = hashlib.sha256((records.RESULTS / "accuracy.jsonl").read_bytes())
     return f"made from results {digest.hexdigest()[:16]}"
-
-
-def is_current(name: str, path: Path) -> bool:
-    """True if an image was made from the results that are stored now."""
-    return path.exists() and source(name) in path.read_text(encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="images: " + ", ".join(PLOTS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all by default")
-    parser.add_argument("--to", type=Path, default=IMAGES, metavar="FOLDER")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="draw nothing")
-    options = parser.parse_args(arguments)
-    names = options.names or list(PLOTS)
-    unknown = sorted(set(names) - set(PLOTS))
-    if unknown:
-        parser.error(f"no such image: {', '.join(unknown)}; there are {', '.join(PLOTS)}")
-    paths = {name: options.to / f"{name}.svg" for name in names}
-    if options.check:
-        stale = [name for name, path in paths.items() if not is_current(name, path)]
-        if stale:
-            print(
-                f"not of the stored results: {', '.join(stale)}; run python -m benchmarks.report.plots", file=sys.stderr
-            )
-        return int(bool(stale))
-    for name, path in paths.items():
-        try:
+    check = parser.parse_args(arguments).check
+    paths = {name: IMAGES / f"{name}.svg" for name in PLOTS}
+    if not check:
+        for name, path in paths.items():
             draw(name, path)
-        except LookupError as error:
-            print(f"{name}: left out, {error}", file=sys.stderr)
-    return 0
+        return 0
+    stale = [name for name, path in paths.items() if source() not in path.read_text(encoding="utf-8")]
+    if stale:
+        print(f"not of the stored results: {', '.join(stale)}; run python -m benchmarks.report.plots", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.harness import stored
-from benchmarks.report.markdown import source, table
+from benchmarks.report.markdown import made_by, source, table
 
 _TASKS = ("embed", "score", "store")
 _KILLED = {
@@ -28,14 +28,11 @@ def devices() -> str:
         what = f"{count} workers on {where['cores']} cores" if kind == "cpu" else f"{count} x {where['device_name']}"
         seconds = figures["seconds"]
         counts = figures["proteins"]
-        # Older runs gave every task the same proteins.
-        counts = counts if isinstance(counts, dict) else dict.fromkeys(_TASKS, counts)
         cells = [
             f"{figures['speedup'][task]:.2f}x ({counts[task]:,} proteins, {seconds[task][0]:.1f} s)" for task in _TASKS
         ]
         rows.append([what, _model(figures), figures["dtype"], *cells])
-        said = f"{what}: torch {where['versions']['torch']}, commit {record['revision']['commit'][:10]}"
-        sources.append(said + (" with local changes" if record["revision"]["dirty"] else ""))
+        sources.append(f"{what}: {made_by(record)}")
     head = ["devices", "model", "dtype", *(f"`{task}` (one device)" for task in _TASKS)]
     return table(head, rows) + f"{'; '.join(sources)}; `benchmarks/results/devices.jsonl`.\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +14,9 @@ from benchmarks.harness.names import (
     SDPA,
 )
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import small, table
+from benchmarks.report.markdown import table
 
 FILE = "gpu"
-NOT_MEASURED = "Not measured yet: `python -m benchmarks.run gpu --save` on a machine with a CUDA device.\n"
-
-_MIB = 2**20
 # What rows name as their model, where a reader needs more words.
 _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and random codes"}
 
@@ -118,26 +114,6 @@ def gpu_extension() -> str:
     return table(head, rows) + _source(records, "milliseconds per step of the whole model, batch of one, bfloat16")
 
 
-def gpu_memory() -> str:
-    """Extra memory of an extension."""
-    rows = []
-    records = _records("extension_memory_cuda")
-    for record in records:
-        figures = record["figures"]
-        sizes = figures["bytes"]
-        for n, extra in sizes["extra"].items():
-            part = figures["part_of_cache"][n]
-            rows.append(
-                [f"`{figures['shape']['preset']}`, {n}", f"{sizes['dense bfloat16'] / _MIB:,.0f}",
-                 f"{sizes['packed'] / _MIB:,.0f}", f"{extra / _MIB:,.1f}", f"{100 * part:.2f} %"]
-            )  # fmt: skip
-    shape = records[-1]["figures"]["shape"]
-    head = ["preset, new tokens per row", "dense bfloat16 cache, MiB", "packed, MiB", "extra peak, MiB",
-            "share of the packed cache"]  # fmt: skip
-    said = f"batch of {shape['batch_size']} x {shape['context_tokens']:,}, after a first extension"
-    return table(head, rows) + _source(records, said)
-
-
 def gpu_scoring() -> str:
     """Candidates a second."""
     records, rows = _records("scoring_12_on_500_cuda"), []
@@ -172,36 +148,20 @@ _OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", 
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
 
-def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
-    @functools.wraps(function)
-    def made() -> str:
-        try:
-            return function()
-        except LookupError:
-            return NOT_MEASURED
-
-    return made
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: _or_not_measured(function)
+    function.__name__: function
     for function in (
-        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_memory, gpu_scoring,
+        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_scoring,
     )
 }  # fmt: skip
 
 
 def _records(*benchmarks: str) -> list[Record]:
     """The newest record of every case."""
-    return _newest(lambda benchmark: benchmark in benchmarks)
-
-
-def _newest(chosen: Callable[[str], bool]) -> list[Record]:
-    return list(
-        stored.newest(
-            "speed", lambda f: (f["benchmark"], f["case"]) if chosen(f["benchmark"]) else None, FILE
-        ).values()
-    )  # fmt: skip
+    found = stored.newest(
+        "speed", lambda f: (f["benchmark"], f["case"]) if f["benchmark"] in benchmarks else None, FILE
+    )
+    return list(found.values())
 
 
 def _us(seconds: dict[str, Any], arm: str) -> str:
@@ -220,16 +180,6 @@ def _ratio(figures: dict[str, Any], name: str) -> str:
 def _times(figures: dict[str, Any], name: str) -> str:
     ratio = _ratio(figures, name)
     return f" ({ratio})" if ratio else ""
-
-
-def _small(x: float) -> str:
-    return f"{x:.1f}" if x >= 1 else f"{x:.1e}" if 0 < x < 1e-4 else small(x)
-
-
-def _number(x: float | None) -> str:
-    if x is None:
-        return "not measured"
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.harness import stored
-from benchmarks.report.markdown import small, table
+from benchmarks.report.markdown import made_by, small, table
 
 # Targets of benchmarks/serve/__main__.py by what they are called here.
 _ROWS = {
@@ -58,12 +58,10 @@ def _asked(target: stored.Record) -> str:
 
 
 def _source(record: stored.Record) -> str:
-    figures, versions = record["figures"], record["environment"]["versions"]
-    changed = " with local changes" if record["revision"]["dirty"] else ""
+    figures = record["figures"]
     return (
         f"`{figures['command']}`: {record['model']}, {figures['clients']} clients on {figures['contexts']} contexts"
-        f" for {figures['load']['seconds']:.0f} s, torch {versions['torch']}, transformers {versions['transformers']},"
-        f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/serve.jsonl`."
+        f" for {figures['load']['seconds']:.0f} s, {made_by(record)}; `benchmarks/results/serve.jsonl`."
     )
 
 

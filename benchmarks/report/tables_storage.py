@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.harness import stored
 from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import source, table
+from benchmarks.report.markdown import made_by, source, table
 
 _FILES = ("cpu", "gpu")
 
@@ -32,18 +32,6 @@ def embedding_throughput() -> str:
     head = ["model", "on", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
             "speedup over the same batches", "speedup over file order"]  # fmt: skip
     return table(head, rows) + _sources(by_file)
-
-
-def embedding_output() -> str:
-    """Costs of files and caches."""
-    [(_, record)] = _speed("embedding_output")
-    seconds = record["figures"]["seconds"]
-    residues = record["figures"]["shape"]["residues"]
-    rows = [
-        [name, f"{residues / spread['p50']:,.0f}", f"{spread['p50'] / seconds['in memory']['p50']:.2f}x"]
-        for name, spread in seconds.items()
-    ]
-    return table(["mean and per-residue embeddings", "residues/s", "relative time"], rows) + source(record, "cpu")
 
 
 def store_read() -> str:
@@ -108,7 +96,6 @@ def extension_speed() -> str:
 TABLES = {
     "extension_speed": extension_speed,
     "embedding_throughput": embedding_throughput,
-    "embedding_output": embedding_output,
     "store_read": store_read,
     "short_contexts": short_contexts,
 }
@@ -140,13 +127,8 @@ def _device(record: Record) -> str:
 def _sources(by_file: dict[str, Record]) -> str:
     text = ""
     for file, record in by_file.items():
-        where, versions, revision = record["environment"], record["environment"]["versions"], record["revision"]
-        processor = where["processor"] if file == "cpu" else record["figures"]["shape"]["device_name"]
-        changed = " with local changes" if revision["dirty"] else ""
-        text += (
-            f"Measured on {processor}, torch {versions['torch']}, transformers {versions['transformers']},"
-            f" commit {revision['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`. "
-        )
+        processor = record["figures"]["shape"].get("device_name", record["environment"]["processor"])
+        text += f"Measured on {processor}, {made_by(record)}; `benchmarks/results/{file}.jsonl`. "
     return text + (
         "esm2-mini ran in float32; the other rows have random weights in the geometry of the published checkpoints.\n"
     )

@@ -12,12 +12,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import EsmForMaskedLM
 
+from benchmarks.harness.embedded import embedded, plain_model
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, spread, worst
-from benchmarks.harness.models import Architecture, masked_lm, random_calibration
 from benchmarks.harness.names import REFRESHES, SCREENS
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
@@ -25,62 +24,31 @@ from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.scoring.score import Scores
 from esm_turbo.tasks.variants.score import score_variants
 
-# Log-probabilities in nats; kernels on a device sum in another order than PyTorch.
-_TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bfloat16"): 0.1, ("cuda", "bfloat16"): 0.1}
-# Slow references of the fast paths, by device.
-_SLOW_BACKEND = {"cpu": "reference", "cuda": "torch"}
+# Log-probabilities in nats.
+_TOLERANCE = 1e-4
 _CHECKED_RESIDUES = 60
-_COMPILED_ROWS = 64
 
 
 def candidate_cases(
-    architecture: Architecture | None,
     *,
     target_residues: int,
     candidate_residues: int,
     full_candidates: int,
     cached_candidates: int,
     refreshes: Sequence[int] = REFRESHES,
-    device: str = "cpu",
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
     at_least: float,
 ) -> Iterator[Case]:
     """Scoring candidates on one target in the three arms, by number of residues refreshed.
 
     Args:
-        architecture: of a model of random weights; None for the embedded model.
         target_residues: residues of the target.
         candidate_residues: residues per candidate.
         full_candidates: candidates per call of the arm `full`.
         cached_candidates: candidates per call of the cached arms.
         refreshes: residues refreshed in the cached arms; must include the default.
-        device: of the model; no cases without it.
-        dtypes: of the model, one row each.
         at_least: target for the speedup of the arm `turbo` over `full`, in candidates per second.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        return
-    name = EMBEDDED_MODEL.name if architecture is None else architecture.name
-    for dtype in dtypes:
-        models = _models(architecture, device, dtype)
-        yield _candidate_case(
-            name, models, target_residues, candidate_residues, full_candidates,
-            cached_candidates, refreshes, at_least,
-        )  # fmt: skip
-
-
-def _candidate_case(
-    name: str,
-    models: tuple[TurboEsm, TurboEsm],
-    target_residues: int,
-    candidate_residues: int,
-    full_candidates: int,
-    cached_candidates: int,
-    refreshes: Sequence[int],
-    at_least: float,
-) -> Case:
-    turbo, slow = models
-    device, dtype = _device_and_dtype(turbo)
+    turbo = embedded()
     target, *candidates = _proteins([target_residues, *[candidate_residues] * cached_candidates])
     ids = [turbo.codes.cls, *turbo.codes.encode(target, "target")]
     arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
@@ -89,7 +57,7 @@ def _candidate_case(
         caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
         parts = {"full": [partial(turbo.score, target, candidates[:full_candidates], arm="full")]}
         for arm, cache in caches.items():
-            parts[f"context {arm}"] = [partial(_prefill, turbo, ids, arm)]
+            parts[f"context {arm}"] = [partial(prefill_ids, turbo, ids, arm)]
             for refresh in refreshes:
                 parts[f"{arm}, {refresh} refreshed"] = [partial(turbo.score, cache, candidates, refresh=refresh)]
         seconds = spread(interleave(parts, repeats))
@@ -104,35 +72,33 @@ def _candidate_case(
                 ratios[f"{arm}, {screen} candidates / full"] = full * rates[f"{arm}, {screen} candidates"]
         return {"seconds": seconds, "candidates_per_second": rates, "ratios": ratios}
 
-    return Case(
-        name=f"{candidate_residues} residues on {target_residues}, {device}" + f", {dtype}" * (dtype != "float32"),
-        model=name,
+    yield Case(
+        name=f"{candidate_residues} residues on {target_residues}, cpu",
+        model=EMBEDDED_MODEL.name,
         shape={
-            "device": device,
-            "dtype": dtype,
+            "device": "cpu",
+            "dtype": "float32",
             "target_residues": target_residues,
             "candidate_residues": candidate_residues,
             "full_candidates": full_candidates,
             "cached_candidates": cached_candidates,
             "presets": arms,
         },
-        check=partial(_check_candidates, turbo, slow),
+        check=_check_candidates,
         measure=measure,
         targets=[Target(("ratios", f"turbo, {DEFAULT_REFRESH} refreshed, 1000 candidates / full"), at_least=at_least)],
     )
 
 
 def position_cases(
-    architecture: Architecture | None,
     *,
     residues: int,
     full_positions: int,
     cached_positions: int,
     refreshes: Sequence[int] = REFRESHES,
 ) -> Iterator[Case]:
-    """Masked marginals of one protein in the three arms, on the CPU; arguments as for `candidate_cases`."""
-    name = EMBEDDED_MODEL.name if architecture is None else architecture.name
-    turbo, slow = _models(architecture, "cpu")
+    """Masked marginals of one protein in the three arms; arguments as for `candidate_cases`."""
+    turbo = embedded()
     [protein] = _proteins([residues])
     ids = [turbo.codes.cls, *turbo.codes.encode(protein, "protein"), turbo.codes.eos]
     arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
@@ -145,7 +111,7 @@ def position_cases(
         caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
         parts = {"full": [partial(score_variants, turbo, protein, variants(full_positions), arm="full")]}
         for arm, cache in caches.items():
-            parts[f"context {arm}"] = [partial(_prefill, turbo, ids, arm)]
+            parts[f"context {arm}"] = [partial(prefill_ids, turbo, ids, arm)]
             for refresh in refreshes:
                 call = partial(score_variants, turbo, cache, variants(cached_positions), refresh=refresh)
                 parts[f"{arm}, {refresh} refreshed"] = [call]
@@ -161,7 +127,7 @@ def position_cases(
 
     yield Case(
         name=f"all positions of {residues}",
-        model=name,
+        model=EMBEDDED_MODEL.name,
         shape={
             "device": "cpu",
             "dtype": "float32",
@@ -170,40 +136,37 @@ def position_cases(
             "cached_positions": cached_positions,
             "presets": arms,
         },
-        check=partial(_check_positions, turbo, slow),
+        check=_check_positions,
         measure=measure,
     )
 
 
 def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
     """Log-probabilities of a candidate's residues by Hugging Face's model, one masked copy at a time."""
-    model = _plain(turbo)
     ids = [turbo.codes.cls, *turbo.codes.encode(target + candidate, "both"), turbo.codes.eos]
     found = []
     for at in range(1 + len(target), len(ids) - 1):
-        masked = torch.tensor([ids], device=model.device)
+        masked = torch.tensor([ids])
         masked[0, at] = turbo.codes.mask
         with torch.no_grad():
-            found.append(float(model(masked).logits[0, at].float().log_softmax(0)[ids[at]]))
+            found.append(float(plain_model()(masked).logits[0, at].log_softmax(0)[ids[at]]))
     return found
 
 
-def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
+def _check_candidates() -> Check:
+    turbo, slow = embedded(), _slow()
     target, candidate = _proteins([_CHECKED_RESIDUES, 6], seed=1)
     full = turbo.score(target, candidate, arm="full").scores[0].log_probabilities
     errors = [_largest(full, plain_scores(turbo, target, candidate))]
     for arm in ("frozen", "turbo"):
         ours, expected = (_log_probabilities(one.score(target, candidate, arm=arm)) for one in (turbo, slow))
         errors.append(_largest(ours, expected))
-    device, dtype = _device_and_dtype(turbo)
-    what = (
-        "log-probabilities: full against Hugging Face's model, cached against backend"
-        f" {_SLOW_BACKEND[device]}; largest difference"
-    )
-    return Check(what, worst(errors), _TOLERANCE[device, dtype])
+    what = "log-probabilities: full against Hugging Face's model, cached against backend reference; largest difference"
+    return Check(what, worst(errors), _TOLERANCE)
 
 
-def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
+def _check_positions() -> Check:
+    turbo, slow = embedded(), _slow()
     [protein] = _proteins([_CHECKED_RESIDUES], seed=1)
     variants = _variants(protein, (0, 30, 59))
     errors = []
@@ -211,52 +174,18 @@ def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
         ours, expected = (one.score_variants(protein, variants, arm=arm).values for one in (turbo, slow))
         errors.append(_largest(ours, expected))
     what = "scores of cached arms against backend reference, largest difference"
-    return Check(what, worst(errors), _TOLERANCE["cpu", "float32"])
+    return Check(what, worst(errors), _TOLERANCE)
+
+
+@functools.cache
+def _slow() -> TurboEsm:
+    """The embedded model with the slow reference of the fast paths."""
+    return TurboEsm.from_pretrained(device="cpu", backend="reference")
 
 
 def _variants(protein: str, places: Sequence[int]) -> list[str]:
     """A variant at each place: alanine, or tryptophan in its place."""
     return [f"{protein[place]}{place + 1}{'W' if protein[place] == 'A' else 'A'}" for place in places]
-
-
-def _device_and_dtype(turbo: TurboEsm) -> tuple[str, str]:
-    """Device and dtype of the model, as named in records."""
-    return turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
-
-
-def _models(
-    architecture: Architecture | None, device: str, dtype: torch.dtype = torch.float32
-) -> tuple[TurboEsm, TurboEsm]:
-    """The model, and the same model with the slow backend."""
-    if architecture is None:
-        return tuple(  # type: ignore[return-value]
-            TurboEsm.from_pretrained(device=device, dtype=dtype, backend=backend) for backend in ("auto", "reference")
-        )
-    tokenizer = TurboEsm.from_pretrained(device="cpu").tokenizer
-    whole = masked_lm(architecture, device)
-    calibration = random_calibration(whole.esm)
-    made = []
-    for backend in ("auto", _SLOW_BACKEND[device]):
-        model = TurboEsmForMaskedLM.from_esm(whole, calibration=calibration, preset=DEFAULT_PRESET)
-        model = model.to(device, dtype)
-        model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET, backend=backend)
-        made.append(TurboEsm(model, tokenizer))
-    return made[0], made[1]
-
-
-@functools.cache
-def _plain(turbo: TurboEsm) -> EsmForMaskedLM:
-    """Hugging Face's model with the same weights."""
-    with turbo.model.device:
-        plain = EsmForMaskedLM(turbo.model.config).eval().to(turbo.model.dtype)
-    plain.load_state_dict(turbo.model.state_dict(), strict=False)
-    return plain
-
-
-def _prefill(turbo: TurboEsm, ids: Sequence[int], arm: str) -> None:
-    prefill_ids(turbo, ids, arm)
-    if turbo.model.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _proteins(lengths: Sequence[int], seed: int = 0) -> list[str]:

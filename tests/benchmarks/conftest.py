@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness import cuda_timing, gpu_models, records, stored
+from benchmarks.harness import cuda_timing, records, stored
 from esm_turbo.ops import torch_ops
 from esm_turbo.ops import triton_attention as triton_kernels
 from esm_turbo.ops.backends import TritonBackend
@@ -29,22 +28,14 @@ def timed(arms: Mapping[str, Callable[[], object]], repeats: int, **options: Any
 
 
 @pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks run on the CPU, with PyTorch's path in place of the kernels."""
     monkeypatch.setattr(cuda_timing, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_timing, "available", lambda: True)
     monkeypatch.setattr(cuda_timing, "captured_seconds", timed)
-    monkeypatch.setattr(cuda_timing, "synchronized_seconds", timed)
     monkeypatch.setattr(triton_kernels, "extend_attention", torch_ops.extend_attention)
     monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(torch_ops.extend_attention))
-    nothing = {"synchronize": None, "memory_allocated": 1000, "memory_reserved": 3000, "max_memory_allocated": 1500}
-    for name, value in nothing.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9))
-    gpu_models.calibrated.cache_clear()
-    yield
-    gpu_models.calibrated.cache_clear()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ def test_cuda_benchmarks_are_a_group_of_their_own() -> None:
     assert not any(name.endswith("_cuda") for name in BENCHMARKS)
     assert TIMED.keys() == GPU_BENCHMARKS.keys() | BENCHMARKS.keys()
     settings = run.Settings(repeats=9, save=True)
-    assert settings.file("extension_cuda") == records.RESULTS / "gpu.jsonl"
+    assert settings.file("calls_cuda") == records.RESULTS / "gpu.jsonl"
     assert settings.file("short_contexts") == records.RESULTS / "cpu.jsonl"
-    assert run.Settings(repeats=50).repeats_of("scoring_12_on_500_cuda") == 2
+    assert run.Settings(repeats=50).repeats_of("calls_cuda") == 5
     assert run.Settings(repeats=50).repeats_of("short_contexts") == 50
 
 
@@ -31,6 +31,6 @@ def test_there_are_no_cases_without_a_device(name: str, monkeypatch: pytest.Monk
 
 
 def test_accuracy_covers_every_preset_and_set_once() -> None:
-    cases = [case.name for case in EXPERIMENTS["accuracy"].cases(None)]
-    assert len(cases) == len(set(cases)) == 3 * len(PRESETS)
+    cases = [case.name for name in ("accuracy", "accuracy_codecs") for case in EXPERIMENTS[name].cases(None)]
+    assert cases == ["cath_val200", "long_human"] * 2
     assert set(PRESETS) == {*PRODUCT_PRESETS, *COMPARISON_PRESETS}

@@ -55,7 +55,7 @@ def test_a_case_that_fails_its_check_is_not_measured(
 def test_rows_are_saved_in_the_file_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     settings = run.Settings(save=True)
-    for name in ("accuracy_optional", "windows", "short_contexts"):
+    for name in ("accuracy_codecs", "windows", "short_contexts"):
         assert run.run_case(name, empty_case(), settings) is not None
     assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "windows.jsonl", "cpu.jsonl"}
 
@@ -139,14 +139,14 @@ def test_a_case_that_fails_does_not_stop_the_others(
         yield good("first")
         yield Case("broken", "m", {}, broken, lambda repeats: {})
         yield good("last")
-        if name == "extension_cuda":
+        if name == "e1_cuda":
             raise RuntimeError("cannot go on")
 
     monkeypatch.setattr(run.Settings, "cases", cases)
     out = tmp_path / "gpu.jsonl"
-    assert run.run_in_turn(["extension_cuda", "calls_cuda"], run.Settings(repeats=2, out=out)) == 3
+    assert run.run_in_turn(["e1_cuda", "calls_cuda"], run.Settings(repeats=2, out=out)) == 3
     assert [row["figures"]["case"] for row in records.read(out)] == ["first", "last"] * 2
     text = capsys.readouterr().err
     assert text.count("broken: FAILED") == 2 and "cannot go on" in text
-    assert run.run_in_turn(["extension_cuda"], run.Settings(seconds=-1.0)) == 1
+    assert run.run_in_turn(["e1_cuda"], run.Settings(seconds=-1.0)) == 1
     assert "STOPPED after" in capsys.readouterr().err

@@ -6,25 +6,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.attack import caches
-from benchmarks.attack.numpy_esm2 import MASK, NumpyEsm2
 from esm_turbo import TurboKVCache
-from esm_turbo.assets import EMBEDDED_MODEL
-from tests.helpers.frozen_esm2 import FrozenEsm2
-
-
-def test_the_model_in_numpy_is_esm2() -> None:
-    ids, new = [0, 20, 15, MASK, 11, 6, 4, 10], [5, MASK, 12]
-    ours, other = NumpyEsm2(EMBEDDED_MODEL), FrozenEsm2(EMBEDDED_MODEL)
-    context, expected = ours.run(ids, list(range(8))), other.context(ids)
-    np.testing.assert_allclose(context.logits, expected.logits.numpy(), rtol=1e-6, atol=1e-6)
-    extended = ours.run(new, [8, 9, 12], (context.keys, context.values), total_tokens=11, total_masks=2)
-    expected = other.extend(ids, expected, new, positions=[8, 9, 12])
-    np.testing.assert_allclose(extended.logits, expected.logits.numpy(), rtol=1e-6, atol=1e-6)
 
 
 def crop_too_much(self: TurboKVCache, tokens: int | torch.Tensor, crop: Callable[..., None]) -> None:

@@ -15,8 +15,8 @@ def test_every_number_of_devices_is_shown_with_its_newest_run(results: Path, mon
     monkeypatch.setattr(records, "device_name", lambda device: "NVIDIA H200")
     each = {"embed": 2000, "score": 16, "store": 500}
     for names, geometry, proteins, speedup in (
-        (["cuda:0", "cuda:1"], [33, 1280, 20], 1200, 1.0),
-        (["cpu", "cpu"], None, 60, 1.5),
+        (["cuda:0", "cuda:1"], [33, 1280, 20], each, 1.0),
+        (["cpu", "cpu"], None, dict.fromkeys(each, 60), 1.5),
         (["cuda:0", "cuda:1"], [33, 1280, 20], each, 1.95),
         (["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [33, 1280, 20], each, 3.75),
     ):

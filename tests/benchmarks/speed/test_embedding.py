@@ -22,15 +22,3 @@ def test_a_wrong_embedding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = embedding._ours
     monkeypatch.setattr(embedding, "_ours", lambda *a: [(x + 0.01, mean) for x, mean in honest(*a)])
     assert not case.check().passed
-
-
-def test_outputs_include_files_and_caches() -> None:
-    [case] = embedding.output_cases(proteins=1)
-    figures = measured(case, 1)
-    names = {"in memory, with caches", ".pt files", "safetensors files", "one HDF5 file"}
-    assert figures["ratios"].keys() == {f"{name} / in memory" for name in names}
-
-
-def test_there_are_no_cases_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert list(embedding.random_cases(TINY, 1, "cuda")) == []

@@ -10,7 +10,6 @@ from benchmarks.speed import scoring
 
 def test_a_speed_row_combines_context_and_candidates() -> None:
     [case] = scoring.candidate_cases(
-        None,
         target_residues=40,
         candidate_residues=3,
         full_candidates=1,
@@ -29,13 +28,7 @@ def test_a_speed_row_combines_context_and_candidates() -> None:
 
 
 def test_all_positions_are_counted() -> None:
-    [case] = scoring.position_cases(None, residues=30, full_positions=3, cached_positions=5, refreshes=(0,))
+    [case] = scoring.position_cases(residues=30, full_positions=3, cached_positions=5, refreshes=(0,))
     assert case.check().passed
     figures = case.measure(1)
     assert figures["seconds_for_all_positions"]["full"] == pytest.approx(10 * figures["seconds"]["full"]["p50"])
-
-
-def test_there_are_no_cases_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    sizes = {"target_residues": 40, "candidate_residues": 3, "full_candidates": 1, "cached_candidates": 1}
-    assert list(scoring.candidate_cases(None, **sizes, device="cuda", at_least=1.0)) == []

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from benchmarks.harness.measure import peak_allocation
 from esm_turbo import TurboEsm
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.forwards import FROZEN, prefill_ids
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, forward_bytes, halve_until_it_fits
+from tests.helpers.allocation import peak_allocation
 from tests.helpers.models import random_ids
 
 

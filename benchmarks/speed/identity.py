@@ -1,4 +1,4 @@
-"""Cost of the identity of a model on a CUDA device: opening a store, looking for changes, calls with and without it."""
+"""Cost of the identity of a model: opening a store, looking for changes, calls with and without it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ import torch
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, ratio, spread
-from benchmarks.harness.models import Architecture, masked_lm, random_calibration, random_sequences, turbo_of
+from benchmarks.harness.models import Architecture, random_sequences, random_turbo
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.files.identity import exact_identity, model_identity
 from esm_turbo.model import cache_engine
 
-_CALLS = 20
 
-
-def identity_cases(architecture: Architecture, residues: int, peptide: int, at_most: float) -> Iterator[Case]:
-    """One model of random weights in bfloat16.
+def cases(
+    architecture: Architecture,
+    residues: int,
+    peptide: int,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    calls: int,
+    at_most: float,
+) -> Iterator[Case]:
+    """One model of random weights; no case without its device.
 
     Args:
         architecture: of the model.
         residues: of the context.
-        peptide: new residues of a call, which is captured as a CUDA graph.
+        peptide: new residues of a call, which on a CUDA device is captured as a graph.
+        device: of the model.
+        dtype: of the model.
+        calls: extensions that are timed together.
         at_most: time of a call relative to one without checks.
     """
-    if cuda_timing.available():
-        yield identity_case(architecture, residues, peptide, at_most, cuda_timing.DEVICE)
-
-
-def identity_case(architecture: Architecture, residues: int, peptide: int, at_most: float, device: str) -> Case:
-    """See `identity_cases`."""
-    model = masked_lm(architecture, device)
-    turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
-    turbo.model.to(torch.bfloat16)
+    if device == "cuda" and not cuda_timing.available():
+        return
+    turbo = random_turbo(architecture, DEFAULT_PRESET, device, dtype)
     context, new = random_sequences([residues, peptide])
 
     def check() -> Check:
@@ -55,7 +59,7 @@ def identity_case(architecture: Architecture, residues: int, peptide: int, at_mo
         cache, esm = turbo.prefill(context), turbo.model.esm
 
         def extend() -> None:
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 turbo.extend(cache, new)
             _wait(device)
 
@@ -75,7 +79,7 @@ def identity_case(architecture: Architecture, residues: int, peptide: int, at_mo
             }
             seconds = spread(interleave(arms, repeats))
         for name in ("extension", "extension without checks"):
-            seconds[name] = {key: value / _CALLS for key, value in seconds[name].items()}
+            seconds[name] = {key: value / calls for key, value in seconds[name].items()}
         ratios = {"extension / without checks": ratio(seconds, "extension", "extension without checks")}
         return {"seconds": seconds, "ratios": ratios}
 
@@ -84,12 +88,12 @@ def identity_case(architecture: Architecture, residues: int, peptide: int, at_mo
         "context_tokens": residues + 1,
         "new_residues": peptide,
         "preset": DEFAULT_PRESET,
-        "dtype": "bfloat16",
+        "dtype": str(dtype).removeprefix("torch."),
         "device": device,
-        "device_name": device_name(model.device),
+        "device_name": device_name(device),
     }
     target = Target(("ratios", "extension / without checks"), at_most=at_most)
-    return Case("identity of a model", architecture.name, shape, check, measure, [target])
+    yield Case(f"identity of a model, {device}", architecture.name, shape, check, measure, [target])
 
 
 @contextlib.contextmanager
@@ -101,5 +105,5 @@ def _unchecked(turbo: TurboEsm) -> Iterator[None]:
 
 
 def _wait(device: str) -> None:
-    if device == cuda_timing.DEVICE:
+    if device == "cuda":
         torch.cuda.synchronize()
