@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 
 from benchmarks.accuracy import (
+    allocation,
     designs,
     homologs,
     long_proteins,
@@ -223,6 +224,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
+    ),
+    "allocation": Experiment(
+        "bytes of the turbo codec where a layer or a head needs them most, against the same in all",
+        "allocation",
+        lambda limit: allocation.cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",

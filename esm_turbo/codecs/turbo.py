@@ -141,7 +141,8 @@ class TurboCodec(KVCodec):
         states: dict[TurboConfig, dict[str, Tensor]] = {}
         for protect in {config.protect_special_tokens for config in configs}:
             alike = [config for config in configs if config.protect_special_tokens == protect]
-            states |= zip(alike, _fit_alike(alike, statistics), strict=True)
+            budgets = [config.mean_bits * statistics.geometry.head_dim // 4 for config in alike]
+            states |= zip(alike, fit_budgets(budgets, statistics, protect), strict=True)
         return [states[config] for config in configs]
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -238,13 +239,22 @@ class _Mapped:
     samples: Array
 
 
-def _fit_alike(configs: Sequence[TurboConfig], statistics: KVStatistics) -> list[dict[str, Tensor]]:
-    """States of presets that quantise the same tokens."""
+def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool) -> list[dict[str, Tensor]]:
+    """States of codecs that quantise the same tokens, one for each budget.
+
+    Args:
+        budgets: bytes per token and head, key and value together.
+        statistics: what the codecs are fitted to.
+        protect: whether special tokens are left out.
+
+    Raises:
+        ValueError: see `TurboCodec.fit`.
+    """
     head_dim, layers = statistics.geometry.head_dim, range(statistics.geometry.num_layers)
     size = run_size(head_dim)
     if head_dim % size:
         raise ValueError(f"components are coded by {size}: `head_dim` must be a multiple, got {head_dim}")
-    moments, sample = statistics.select(configs[0].protect_special_tokens)
+    moments, sample = statistics.select(protect)
     sensitivity = statistics.sensitivity
     means = {"key": sensitivity.key_mean, "value": moments.values.mean}
     weighted = {"key": sensitivity.keys, "value": sensitivity.values}
@@ -265,12 +275,9 @@ def _fit_alike(configs: Sequence[TurboConfig], statistics: KVStatistics) -> list
     variances = {kind: np.stack([one.variances for one in maps[kind]]) for kind in maps}
     # An error of a value reaches the output weighted by attention.
     value_costs = variances["value"] * sensitivity.attention[..., None]
-    pairs = [
-        _allocate_bits(variances["key"].sum(1), value_costs.sum(1), size, config.mean_bits * head_dim // 4)
-        for config in configs
-    ]
+    pairs = [_allocate_bits(variances["key"].sum(1), value_costs.sum(1), size, num_bytes) for num_bytes in budgets]
     shared = {"inv_freq": _f32(np.tile(statistics.inv_freq, (len(layers), 1)))}
-    states: list[dict[str, Tensor]] = [{} for _ in configs]
+    states: list[dict[str, Tensor]] = [{} for _ in budgets]
     for kind, widths in zip(maps, zip(*pairs, strict=True), strict=True):
         forward = np.stack([one.forward for one in maps[kind]])
         shared |= {
