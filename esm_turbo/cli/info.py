@@ -38,8 +38,8 @@ from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
 from esm_turbo.parallel.shards import SUFFIX
 from esm_turbo.store.files import STORED_KINDS, stored_info
-from esm_turbo.tasks.embedding.files import embeddings_info, pt_info, read_embedding
-from esm_turbo.tasks.embedding.h5 import h5_info
+from esm_turbo.tasks.embedding.files import pt_info, read_embedding
+from esm_turbo.tasks.embedding.reading import embeddings_info
 
 _CLS, _RESIDUE = 0, 5
 # Tokens; a multiple of the group size of every codec.
@@ -66,7 +66,7 @@ def describe(
     path = Path(target)
     if is_store(path):
         return store_info(path)
-    if is_embeddings(path):
+    if is_embeddings(path) or is_h5(path):
         return embeddings_info(path)
     if path.is_dir() and path.name.endswith(SUFFIX):
         whole = path.with_name(path.name.removesuffix(SUFFIX))
@@ -78,8 +78,6 @@ def describe(
         return embeddings_info(path.parent)
     if path.name == STORE_FILE:
         return store_info(path.parent)
-    if is_h5(path):
-        return h5_info(path)
     if is_parquet(path):
         return parquet_info(path)
     if is_zip(path):

@@ -21,7 +21,8 @@ from esm_turbo.files.writing import link_file, only_writer
 from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_output, shards_folder
 from esm_turbo.store.files import StoreFiles
 from esm_turbo.store.partitions import PARTITION_FILE
-from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
+from esm_turbo.tasks.embedding.folder import merge_folders
+from esm_turbo.tasks.embedding.reading import merge_files
 from esm_turbo.tasks.scoring.merging import Row, ranked, with_other_targets
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
 
@@ -56,11 +57,11 @@ def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
         case "table":
             _merge_tables(out, parts, state)
         case "embeddings":
-            merge_embeddings(out, [path for _, path in parts], orders)
+            merge_folders(out, [path for _, path in parts], orders)
         case "HDF5":
-            merge_h5(out, [path for _, path in parts])
+            merge_files("h5", out, [path for _, path in parts], orders)
         case "Parquet":
-            merge_parquet(out, [path for _, path in parts], orders)
+            merge_files("parquet", out, [path for _, path in parts], orders)
         case "contexts":
             _merge_stores(out, [path for _, path in parts])
 

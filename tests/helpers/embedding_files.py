@@ -19,8 +19,8 @@ import pytest
 from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
-from esm_turbo.tasks.embedding import files as embedding_files
-from esm_turbo.tasks.embedding import index, one_file
+from esm_turbo.tasks.embedding import files as part_files
+from esm_turbo.tasks.embedding import folder, index, one_file
 
 # Two or three proteins per batch, some of equal length, two of the same sequence.
 LENGTHS = (5, 12, 12, 17, 18, 19, 26, 33, 34)
@@ -63,15 +63,25 @@ def h5_content(path: Path) -> dict[str, Any]:
     return content
 
 
+def index_rows(folder: Path) -> list[list[str]]:
+    """Rows of an index without their checksums: identifier, residues, and the files of embedding and cache."""
+    return [line.split("\t")[:-1] for line in (Path(folder) / INDEX_FILE).read_text().splitlines()[1:]]
+
+
 def ids_of(folder: Path) -> list[str]:
     """Identifiers of an index, in its order."""
-    return [line.split("\t")[0] for line in (Path(folder) / INDEX_FILE).read_text().splitlines()[1:]]
+    return [row[0] for row in index_rows(folder)]
+
+
+def embedded_files(folder: Path) -> list[Path]:
+    """Files of embeddings and caches in a folder."""
+    return sorted(path for path in Path(folder).iterdir() if path.suffix in (".pt", ".safetensors"))
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Make the disk full after a number of files: half of the next one is written."""
     writes: list[Path] = []
-    original = embedding_files.replacing
+    original = folder.replacing
 
     @contextlib.contextmanager
     def replacing(path: Path, **options: bool) -> Iterator[Path]:
@@ -82,7 +92,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
             yield temporary
 
-    for module in (embedding_files, index, artifacts, one_file):
+    for module in (part_files, folder, index, artifacts, one_file):
         monkeypatch.setattr(module, "replacing", replacing)
 
 

@@ -95,12 +95,11 @@ def embed(
     check_minimum(1, truncation_seq_length=truncation_seq_length, toks_per_batch=toks_per_batch)
     if store is not None and "cache" not in include:
         raise ValueError("--store keeps compressed caches; give --include cache as well")
-    if format == "h5" and "cache" in include:
-        raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")
-    if format == "parquet" and set(include) != {"mean"}:
-        raise ValueError(f"a Parquet file holds means: give --include mean, not {' '.join(include)}")
+    from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
     from esm_turbo.tasks.embedding.windows import Windows
 
+    if format in ONE_FILE_KINDS:
+        ONE_FILE_KINDS[format].check(sharding.out, include)
     windows = Windows.of(window, overlap, memory)
     good, bad = read_proteins(proteins, letters)
     colours = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,7 +14,7 @@ from esm_turbo.assets import calibration_families, calibration_proteins
 from esm_turbo.calibration import READABLE_VERSIONS, Calibration
 from esm_turbo.config import Geometry
 from esm_turbo.files.fingerprint import model_fingerprint, same_model
-from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
+from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
 from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.common.progress import Progress
 
@@ -25,23 +25,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Measure(Protocol):
-    """Measures a calibration; `evaluate.calibrated.measure_calibration` is one."""
-
-    def __call__(
-        self,
-        turbo: ContextModel,
-        calibration: Calibration,
-        records: Sequence[ProteinRecord],
-        /,
-        *,
-        progress: Progress | None = None,
-    ) -> Quality | None:
-        """The accuracy of its presets on proteins other than `records`."""
-
-
 def auto_calibration(
-    turbo: ContextModel, progress: Progress | None = None, measure: Measure | None = None
+    turbo: ContextModel, progress: Progress | None = None, measure: Callable[..., Quality | None] | None = None
 ) -> Calibration:
     """Calibrate a model on the shipped proteins, or read the calibration from the cache folder if it is there.
 
@@ -50,7 +35,8 @@ def auto_calibration(
 
     Args:
         progress: as for `calibrate_records` and `measure`; not called if the calibration is read.
-        measure: called with a new calibration, whose `quality` it returns; None leaves it unknown.
+        measure: called with the model, a new calibration, the proteins that it has seen, and `progress=`; returns its
+            quality, as `evaluate.calibrated.measure_calibration` does. None leaves it unknown.
 
     Raises:
         ValueError: the model's weights are not finite.

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ import numpy as np
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.extras import install_hint
 from esm_turbo.files.kinds import is_h5
-from esm_turbo.tasks.embedding.files import described
-from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile, Entry
+from esm_turbo.tasks.embedding.files import Arrays, Entry
+from esm_turbo.tasks.embedding.one_file import EmbeddingFile
 from esm_turbo.tasks.embedding.request import RESULT_NAMES
 
 
@@ -31,15 +32,21 @@ class H5File(EmbeddingFile):
 
     in_order = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, joined: int = 1) -> None:
         self.path = path
-        with _damage(path), contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(h5py().File(path, "r"))
+        self._open_file: Any = None
+        with _damage(path):
             try:
                 self.settings = json.loads(self._file.attrs["settings"])
             except (KeyError, ValueError, TypeError):
+                self.close()
                 raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file") from None
-            stack.pop_all()
+
+    @property
+    def _file(self) -> Any:
+        if self._open_file is None:
+            self._open_file = h5py().File(self.path, "r")
+        return self._open_file
 
     def names(self) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -77,11 +84,15 @@ class H5File(EmbeddingFile):
         return Entry(arrays, str(entry.attrs.get("key", "")))
 
     def close(self) -> None:
-        self._file.close()
+        if self._open_file is not None:
+            self._open_file.close()
+        self._open_file = None
 
     @staticmethod
     def check(out: Path, include: Sequence[str]) -> None:
         h5py()
+        if "cache" in include:
+            raise ValueError("caches cannot be stored in an HDF5 file: use `format` safetensors or pt")
         if out.exists() and out.stat().st_size and not is_h5(out):
             raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
@@ -89,10 +100,11 @@ class H5File(EmbeddingFile):
     def write(
         path: Path, settings: Mapping[str, Any], names: Mapping[str, str], read: Callable[[str], Entry | None]
     ) -> None:
-        identifiers: dict[str, list[str]] = {}
+        identifiers: defaultdict[str, list[str]] = defaultdict(list)
         for identifier, name in names.items():
-            identifiers.setdefault(name, []).append(identifier)
-        with h5_output(path) as file:
+            identifiers[name].append(identifier)
+        # Attributes above 64 KiB need the file format of HDF5 1.8.
+        with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
             file.attrs["settings"] = json.dumps(dict(settings))
             for name, (first, *others) in identifiers.items():
                 if (entry := read(name)) is None:
@@ -102,29 +114,6 @@ class H5File(EmbeddingFile):
                     file.create_dataset(name if single else f"{name}/{key.replace('.', '/')}", data=array)
                 attributes = {"sha256": _digest(entry.arrays), "key": entry.key, "original_id": first}
                 file[name].attrs.update(attributes | ({"other_ids": others} if others else {}))
-
-
-def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Settings of the embeddings in an HDF5 file, and their number of proteins.
-
-    Raises:
-        ValueError: the file is damaged, or holds no embeddings of this package.
-        ImportError: h5py is missing.
-    """
-    with contextlib.closing(H5File(Path(path))) as file:
-        return described("h5", len(file.names()), file.settings)
-
-
-@contextlib.contextmanager
-def h5_output(path: Path) -> Iterator[Any]:
-    """A new `h5py.File`.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    # Attributes above 64 KiB need the file format of HDF5 1.8.
-    with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
-        yield file
 
 
 class _Output(io.FileIO):

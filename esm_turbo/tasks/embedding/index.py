@@ -5,18 +5,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.writing import refuse_links, replacing
-from esm_turbo.proteins.fasta import ProteinRecord
 
 _HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
-
-SameSequence = Sequence[ProteinRecord]
-"""Proteins with the same sequence, at least one; they share one embedding."""
 
 
 class EmbeddingIndex:
@@ -31,19 +28,20 @@ class EmbeddingIndex:
         self.damaged = False
         self._rows: dict[str, str] = {}
         self._staged: dict[str, str] = {}
+        # By file, in lower case: some systems take names that only differ in that for the same.
+        self._identifiers: defaultdict[str, set[str]] = defaultdict(set)
         content = path.read_bytes() if path.exists() else b""
         # Anything after the last line break was being written when the process died.
         self._whole_bytes = content.rfind(b"\n") + 1
+        found = {}
         for number, line in enumerate(content[: self._whole_bytes].splitlines()):
             text = line.decode(errors="replace")
             row = text.rpartition("\t")[0]
             if number and row.count("\t") == _COLUMNS - 1 and text == _with_checksum(row):
-                self._rows[from_cell(row.partition("\t")[0])] = row
+                found[from_cell(row.partition("\t")[0])] = row
             else:
                 self.damaged |= text != _HEADER
-        # By file, in lower case: some systems take names that only differ in that for the same.
-        self._identifiers: dict[str, set[str]] = {}
-        self._note(self._rows)
+        self._keep(found)
 
     @property
     def rows(self) -> Iterator[list[str]]:
@@ -56,15 +54,6 @@ class EmbeddingIndex:
         """Identifiers of this file, and of files that only differ in case."""
         return self._identifiers.get(file.lower(), set())
 
-    def holds(self, files: Sequence[str]) -> bool:
-        """Whether all these files are in the index."""
-        return all(self.identifiers(file) for file in files)
-
-    def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
-        """Add rows to the next `commit`, except those that the index already has."""
-        for record in proteins:
-            self.add(record.id, len(record.sequence), files)
-
     def add(self, identifier: str, residues: int, files: Sequence[str]) -> None:
         """Add a row to the next `commit`, unless the index already has it."""
         row = "\t".join([cell(identifier), str(residues), *files])
@@ -75,18 +64,12 @@ class EmbeddingIndex:
         """Append the staged rows to the file."""
         if not self._staged:
             return
-        rows = [*map(_with_checksum, self._staged.values())]
+        lines = [*map(_with_checksum, self._staged.values()), ""]
         if not self._whole_bytes:
-            rows.insert(0, _HEADER)
-        self._whole_bytes = _append(self.path, self._whole_bytes, ("\n".join(rows) + "\n").encode())
-        self._rows |= self._staged
-        self._note(self._staged)
+            lines.insert(0, _HEADER)
+        self._whole_bytes = _append(self.path, self._whole_bytes, "\n".join(lines).encode())
+        self._keep(self._staged)
         self._staged = {}
-
-    def _note(self, rows: dict[str, str]) -> None:
-        for identifier, row in rows.items():
-            for name in row.split("\t")[2:]:
-                self._identifiers.setdefault(name.lower(), set()).add(identifier)
 
     def sort(self, last: Sequence[str]) -> None:
         """Sort the rows so that the file does not depend on interruptions.
@@ -94,14 +77,24 @@ class EmbeddingIndex:
         Args:
             last: identifiers whose rows come last, in this order.
         """
-        moved = dict.fromkeys(name for name in last if name in self._rows)
-        rows = {name: row for name, row in self._rows.items() if name not in moved}
-        rows |= {name: self._rows[name] for name in moved}
-        text = "\n".join([_HEADER, *map(_with_checksum, rows.values()), ""]).encode()
-        if rows and (not self.path.exists() or text != self.path.read_bytes()):
+        self._rows = moved_last(self._rows, last)
+        text = "\n".join([_HEADER, *map(_with_checksum, self._rows.values()), ""]).encode()
+        if self._rows and (not self.path.exists() or text != self.path.read_bytes()):
             with replacing(self.path, inside=True) as temporary:
                 temporary.write_bytes(text)
-        self._rows, self._whole_bytes = rows, len(text)
+        self._whole_bytes = len(text)
+
+    def _keep(self, rows: Mapping[str, str]) -> None:
+        self._rows |= rows
+        for identifier, row in rows.items():
+            for name in row.split("\t")[2:]:
+                self._identifiers[name.lower()].add(identifier)
+
+
+def moved_last(rows: Mapping[str, str], last: Sequence[str]) -> dict[str, str]:
+    """Values by identifier, those of some identifiers last and in the order of these."""
+    moved = {name: rows[name] for name in last if name in rows}
+    return {name: row for name, row in rows.items() if name not in moved} | moved
 
 
 def _with_checksum(row: str) -> str:

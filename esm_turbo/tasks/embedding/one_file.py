@@ -6,55 +6,33 @@ the folder to the one file at its end, with what the file held before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
-import numpy.typing as npt
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding.files import (
-    FolderWriter,
-    check_same_settings,
-    read_embedding,
-    sequence_hash,
-)
-from esm_turbo.tasks.embedding.index import SameSequence
+from esm_turbo.tasks.embedding.files import Entry, SameSequence, check_same_settings, read_entry, sequence_hash
+from esm_turbo.tasks.embedding.folder import FolderWriter
+from esm_turbo.tasks.embedding.index import moved_last
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-Arrays = dict[str, npt.NDArray[np.float32]]
-"""Results of a protein by flat name, such as `mean_representations.12`."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The embedding of a sequence.
-
-    Attributes:
-        arrays: its results.
-        key: hash of the sequence and the settings, see `PartFiles.key`; empty if the file has none.
-        residues: of the whole sequence; 0 if the file does not say.
-    """
-
-    arrays: Arrays
-    key: str = ""
-    residues: int = 0
-
 
 class EmbeddingFile(ABC):
-    """A file of embeddings, open for reading. Its entries are named by hashes of sequences.
+    """A file of embeddings, for reading. Its entries are named by hashes of sequences.
+
+    Args:
+        path: of the file.
+        joined: number of files that are read by turns, which share what is held in memory.
 
     Attributes:
         settings: of the embeddings.
-        unusable: names of damaged entries.
 
     Raises:
         ArtifactError: (a ValueError) it is damaged.
@@ -65,10 +43,11 @@ class EmbeddingFile(ABC):
     in_order: ClassVar[bool]
     """Whether entries are in the order of the proteins."""
 
+    path: Path
     settings: dict[str, Any]
 
     @abstractmethod
-    def __init__(self, path: Path) -> None: ...
+    def __init__(self, path: Path, joined: int = 1) -> None: ...
 
     @abstractmethod
     def names(self) -> dict[str, str]:
@@ -91,7 +70,7 @@ class EmbeddingFile(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - not every format keeps it open
-        """Close the file."""
+        """Close the file until it is read again."""
 
     @staticmethod
     @abstractmethod
@@ -140,32 +119,25 @@ class OneFileWriter(FolderWriter):
         devices: str | None = None,
     ) -> None:
         super().__init__(parts, "safetensors", settings, turbo, devices=devices)
-        self.out = out
-        self._kind = kind
+        self._out, self._kind = out, kind
         self._old: EmbeddingFile | None = None
-        self._entries: dict[str, str] = {}
-        self._unusable: set[str] = set()
-        self._changed = False
+        self._old_names: dict[str, str] = {}
+        # Entries of the existing file that are damaged; with None, all of it.
+        self._damaged: set[str | None] = set()
         remove_temporaries(out.parent, out.name)
         if out.exists():
-            self._open()
-        for identifier, _, file, _ in self.index.rows:
-            self._assign(identifier, file.removesuffix(".safetensors"))
-
-    def _open(self) -> None:
-        try:
-            self._old = self._kind(self.out)
-            check_same_settings(self.out, self._old.settings, self._content)
-            self._entries |= self._old.names()
-        except ArtifactError:
-            # It is written again.
-            self.close()
-            self._old = None
-            self.damaged.append(os.fspath(self.out))
-            self._changed = True
-        except ValueError:
-            self.close()
-            raise
+            try:
+                self._old = kind(out)
+                check_same_settings(out, self._old.settings, settings)
+                self._old_names = self._old.names()
+            except ArtifactError:
+                # It is written again.
+                self.close()
+                self._old = None
+                self._note_damage(None, os.fspath(out))
+            except ValueError:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Close the existing file."""
@@ -173,34 +145,23 @@ class OneFileWriter(FolderWriter):
             self._old.close()
 
     def has(self, proteins: SameSequence) -> bool:
-        sequence = proteins[0].sequence
-        name = sequence_hash(sequence)
-        held = self._old and self._old.holds(name, self.parts.key(sequence))
-        if held is False and name not in self._unusable:
-            self._unusable.add(name)
-            self.damaged.append(f"{self.out}, entry {name}")
-        if not held and not super().has(proteins):
-            return False
-        for record in proteins:
-            self._assign(record.id, name)
-        return True
-
-    def add(self, proteins: SameSequence) -> None:
-        super().add(proteins)
-        for record in proteins:
-            self._assign(record.id, sequence_hash(record.sequence))
+        name = sequence_hash(proteins[0].sequence)
+        held = self._old and self._old.holds(name, self.parts.key(proteins[0].sequence))
+        if held is False:
+            self._note_damage(name, f"{self._out}, entry {name}")
+        return bool(held) or super().has(proteins)
 
     def finish(self, records: Sequence[ProteinRecord]) -> None:
         self.commit()
+        # An identifier whose sequence has changed moves to another entry.
+        names = self._old_names | {identifier: Path(file).stem for identifier, _, file, _ in self.index.rows}
+        names |= {record.id: sequence_hash(record.sequence) for record in records}
         if self._kind.in_order:
             # As in an index, so that the order does not depend on interruptions.
-            moved = {record.id: self._entries[record.id] for record in records if record.id in self._entries}
-            ordered = {one: name for one, name in self._entries.items() if one not in moved} | moved
-            self._changed |= list(ordered) != list(self._entries)
-            self._entries = ordered
-        if self._changed or self._unusable:
-            with replacing(self.out) as temporary:
-                self._kind.write(temporary, self._content | self.recorded, self._entries, self._read)
+            names = moved_last(names, [record.id for record in records])
+        if self._damaged or list(names.items()) != list(self._old_names.items()):
+            with replacing(self._out) as temporary:
+                self._kind.write(temporary, self._content | self.recorded, names, self._read)
         # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
         for path in self.folder.iterdir():
             if path.name != LOCK_FILE and path != self.parts.folder:
@@ -208,19 +169,13 @@ class OneFileWriter(FolderWriter):
 
     def _read(self, name: str) -> Entry | None:
         """An entry of the existing file or of the parts; None for a damaged one that could not be computed again."""
-        part = self.folder / f"{name}.safetensors"
-        if self._old is not None and name not in self._unusable:
-            try:
+        if self._old is not None and name not in self._damaged:
+            with contextlib.suppress(KeyError):
                 return self._old.read(name)
-            except KeyError:
-                pass
-        if not part.exists():
-            return None
-        metadata, tensors = read_embedding(part)
-        arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-        return Entry(arrays, metadata["key"], metadata["residues"])
+        part = self.folder / f"{name}.safetensors"
+        return read_entry(part) if part.exists() else None
 
-    def _assign(self, identifier: str, name: str) -> None:
-        # An identifier whose sequence has changed moves to another entry.
-        self._changed |= self._entries.get(identifier) != name
-        self._entries[identifier] = name
+    def _note_damage(self, entry: str | None, what: str) -> None:
+        if entry not in self._damaged:
+            self._damaged.add(entry)
+            self.damaged.append(what)

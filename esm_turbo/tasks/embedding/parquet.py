@@ -29,25 +29,23 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_parquet
 from esm_turbo.files.parquet import METADATA_KEY, as_metadata, parquet_settings
 from esm_turbo.files.writing import file_errors
-from esm_turbo.tasks.embedding.one_file import EmbeddingFile, Entry
+from esm_turbo.tasks.embedding.files import Entry
+from esm_turbo.tasks.embedding.one_file import EmbeddingFile
 
 ROWS_PER_GROUP = 1024
 """Some 5 MB of the largest checkpoints' means."""
+# Of all tables that are joined: some 300 MB of the largest checkpoints' means.
+_ROWS_HELD = 65_536
 
 Array = npt.NDArray[np.float32]
 
 
 class MeansFile(EmbeddingFile):
-    """Means in Parquet, see `EmbeddingFile`.
-
-    Args:
-        path: of the file.
-        rows_held: number of rows of a group that are in memory at a time.
-    """
+    """Means in Parquet, see `EmbeddingFile`."""
 
     in_order = True
 
-    def __init__(self, path: Path, rows_held: int = ROWS_PER_GROUP) -> None:
+    def __init__(self, path: Path, joined: int = 1) -> None:
         with _damage(path):
             settings = parquet_settings(path).get("settings", {})
             self._metadata = pyarrow().parquet.read_metadata(path)
@@ -60,7 +58,8 @@ class MeansFile(EmbeddingFile):
         # By name, the first of a sequence's rows, and its residues.
         self._first_row: dict[str, tuple[int, int]] = {}
         # Rows are mostly asked for in their order.
-        self._rows_held, self._held = rows_held, lru_cache(maxsize=1)(self._read_means)
+        self._rows_held = max(1, min(ROWS_PER_GROUP, _ROWS_HELD // joined))
+        self._held = lru_cache(maxsize=1)(self._read_means)
 
     def names(self) -> dict[str, str]:
         # Reads the whole table, and so checks the checksums of its pages.
@@ -80,7 +79,7 @@ class MeansFile(EmbeddingFile):
     def _rows(self) -> Iterator[tuple[str, str, int, int]]:
         with self._open() as file:
             schema = file.schema_arrow
-            if not schema.equals(means_schema(schema.field("mean").type.list_size, {})):
+            if not schema.equals(_schema(schema.field("mean").type.list_size, {})):
                 raise ValueError("it has other columns")
             for batch in file.iter_batches():
                 if any(column.null_count for column in batch.columns):
@@ -116,8 +115,8 @@ class MeansFile(EmbeddingFile):
     @staticmethod
     def check(out: Path, include: Sequence[str]) -> None:
         pyarrow()
-        if list(include) != ["mean"]:
-            raise ValueError(f"a Parquet file holds means: include `mean` alone, not {' '.join(include)}")
+        if set(include) != {"mean"}:
+            raise ValueError(f"a Parquet file holds means: give `include` mean, not {' '.join(include)}")
         if out.exists() and out.stat().st_size and not is_parquet(out):
             raise ValueError(f"{out}: exists and is not a Parquet file; give another file")
 
@@ -133,7 +132,7 @@ class MeansFile(EmbeddingFile):
                 means = np.stack(
                     [entry.arrays[f"mean_representations.{layer}"] for *_, entry in group for layer in layers]
                 )
-                schema = means_schema(means.shape[1], settings)
+                schema = _schema(means.shape[1], settings)
                 columns = [
                     [one for one, *_ in group for _ in layers],
                     [name for _, name, _ in group for _ in layers],
@@ -147,10 +146,10 @@ class MeansFile(EmbeddingFile):
                     writer = opened.enter_context(arrow.parquet.ParquetWriter(path, schema, **options))
                 writer.write_table(arrow.table(columns, schema=schema))
             if writer is None:
-                arrow.parquet.write_table(means_schema(1, settings).empty_table(), path)
+                arrow.parquet.write_table(_schema(1, settings).empty_table(), path)
 
 
-def means_schema(hidden_size: int, settings: Mapping[str, Any]) -> Any:
+def _schema(hidden_size: int, settings: Mapping[str, Any]) -> Any:
     """Schema of a table of means: a `pyarrow.Schema` with the settings in its metadata."""
     arrow = pyarrow()
     fields = [

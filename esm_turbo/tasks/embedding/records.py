@@ -24,8 +24,8 @@ from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward
 from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
-from esm_turbo.tasks.embedding.files import FolderWriter, safe_labels
-from esm_turbo.tasks.embedding.index import SameSequence
+from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
+from esm_turbo.tasks.embedding.folder import FolderWriter
 from esm_turbo.tasks.embedding.one_file import OneFileWriter
 from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
@@ -110,19 +110,19 @@ def embed_records(
     for record in records:
         by_sequence.setdefault(record.sequence, []).append(record)
     groups: list[SameSequence] = list(by_sequence.values())
-    numbers: dict[str, int] = {}
     runner = InProcessRunner(turbo) if runner is None else runner
     toks_per_batch = protein_tokens(toks_per_batch, turbo, runner.devices)
     # Of all proteins, so that those of a shard have the names that they have among all.
     labels = safe_labels(groups)
+    numbers: dict[str, int] = {}
     if plan is not None:
-        chosen = _chosen(turbo, groups, request, toks_per_batch, truncation_seq_length, plan)
-        groups = [group for group in groups if group[0].sequence in chosen]
         numbers = {record.id: number for number, record in reversed([*enumerate(records)])}
+        groups = _chosen(turbo, groups, request, toks_per_batch, truncation_seq_length, plan)
+        chosen = {group[0].sequence for group in groups}
         records = [record for record in records if record.sequence in chosen]
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     rows = encode_rows(turbo.codes, sequences)
-    failed: dict[int, str] = {}
+    failed: dict[str, str] = {}
     with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)
         batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
@@ -130,24 +130,24 @@ def embed_records(
         residues = [sum(len(sequences[index]) for index in batch) for batch in batches]
         parts = writer.parts if runner.shares_files else None
         task = EmbedTask(request, truncation_seq_length, finite=True, parts=parts)
-        written = sum(len(groups[index]) for index in done)
-        reused = written
+        written = reused = sum(len(groups[index]) for index in done)
         try:
             if pieces:
                 writer.begin()
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             for number, result in runner.run(task, pieces, stage="embed", units=residues, progress=progress):
-                for row, index in enumerate(batches[number]):
+                for row, record in enumerate(pieces[number]):
                     if row in result.failed:
-                        failed[index] = result.failed[row]
+                        failed[record.sequence] = result.failed[row]
                         continue
                     if row in result.embeddings:
-                        writer.parts.write(pieces[number][row], result.embeddings[row])
-                    writer.add(groups[index])
-                    written += len(groups[index])
+                        writer.parts.write(record, result.embeddings[row])
+                    writer.add(by_sequence[record.sequence])
+                    written += len(by_sequence[record.sequence])
                 writer.commit()
-            writer.finish(records)
+            embedded = [record for record in records if record.sequence not in failed]
+            writer.finish(embedded)
         except OSError as error:
             raise UnfinishedError(
                 f"{error}; {written} of {len(records)} proteins are done and kept: free some space, then run the same"
@@ -156,11 +156,11 @@ def embed_records(
         except ValueError as error:
             # The arguments were checked before, so this is a failure of the run.
             raise UnfinishedError(str(error)) from error
-        damaged = list(writer.damaged)
-    bad = [BadRecord(record.id, reason) for index, reason in sorted(failed.items()) for record in groups[index]]
-    failed_ids = {one.record for one in bad}
-    own = dict.fromkeys(numbers[record.id] for record in records if record.id in numbers.keys() - failed_ids)
-    return EmbeddingRun(written, reused, bad, damaged, list(own))
+    bad = [
+        BadRecord(one.id, failed[group[0].sequence]) for group in groups if group[0].sequence in failed for one in group
+    ]
+    own = dict.fromkeys(numbers[record.id] for record in embedded) if plan is not None else {}
+    return EmbeddingRun(written, reused, bad, writer.damaged, list(own))
 
 
 @contextlib.contextmanager
@@ -236,10 +236,10 @@ def _chosen(
     toks_per_batch: int,
     truncation_seq_length: int | None,
     plan: Plan,
-) -> set[str]:
-    """The sequences of the batches that a plan chooses; among themselves they form the same batches."""
+) -> list[SameSequence]:
+    """The groups of the batches that a plan chooses; among themselves they form the same batches."""
     rows = encode_rows(turbo.codes, [group[0].sequence[:truncation_seq_length] for group in groups])
     names = [" ".join(record.id for record in group) for group in groups]
     costs = [forward_cost(turbo, len(row), len(row)) for row in rows]
     batches = plan.choose(embedding_batches(turbo, rows, request, toks_per_batch), names, costs)
-    return {groups[index][0].sequence for batch in batches for index in batch}
+    return [groups[index] for index in sorted(index for batch in batches for index in batch)]

@@ -13,22 +13,8 @@ TARGET = "MKTAYIAKQRQISFVK"
 def test_peptides_of_every_target_equal_those_in_python(esm_shared, turbo, write, tmp_path):
     targets = write("targets.fasta", f">one\n{TARGET}\n>bad\nMK1\n>two\nGSWKDLAE\n")
     out, found = tmp_path / "binders.tsv", tmp_path / "found.json"
-    result = esm_shared(
-        "binders",
-        targets,
-        "--length",
-        4,
-        "--num-return-sequences",
-        6,
-        "--seed",
-        2,
-        "--top",
-        2,
-        "--out",
-        out,
-        "--json",
-        found,
-    )
+    options = ["--length", 4, "--num-return-sequences", 6, "--seed", 2, "--top", 2, "--out", out, "--json", found]
+    result = esm_shared("binders", targets, *options)
     assert result.code == 1 and "record 'bad': position 3 is '1'" in result.error
     expected = turbo.generate_binders(TARGET, 4, num_return_sequences=6, seed=2)
     rows = list(csv.DictReader(out.open(), delimiter="\t"))

@@ -1,16 +1,14 @@
 """`esm-turbo embed`: files in every format, bad records, and runs that join or fail."""
 
 import json
-import sys
 
-import h5py
-import pandas
 import pytest
 import torch
 
 from esm_turbo import TurboEsm, TurboKVCache
-from esm_turbo.files.extras import install_hint
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import read_embedding, sequence_hash
+from esm_turbo.tasks.embedding.reading import read_embeddings
 from tests.helpers.command_inputs import ONE_RECORD, SEQUENCES, WHOLE_FILE, files, index_of
 
 
@@ -64,37 +62,37 @@ def test_embed_safetensors_and_caches(esm, fasta, tmp_path, tiny_folder, tiny, t
         assert cache.nbytes == turbo.prefill(SEQUENCES[name]).nbytes
 
 
-def test_embed_h5_in_the_layout_of_biotrainer(esm, fasta, tmp_path, tiny_folder, tiny):
-    out = tmp_path / "new" / "embeddings.h5"
-    with fasta.open("a") as file:
-        file.write(f">again\n{SEQUENCES['c']}\n")
-    arguments = ["embed", fasta, out, "--model", tiny_folder, "--format", "h5"]
-    assert esm(*arguments, "--include", "per_tok").code == 0
-    with h5py.File(out) as file:
-        assert len(file) == 3
-        by_id = {data.attrs["original_id"]: torch.tensor(data[:]) for data in file.values()}
-        assert list(file[sequence_hash(SEQUENCES["c"])].attrs["other_ids"]) == ["again"]
-    for name, sequence in SEQUENCES.items():
-        assert_same(by_id[name], tiny.embed(sequence)[0].representations[2])
-    # Several outputs per protein form a group, in a file of their own.
-    several = ["--include", "mean", "per_tok", "--repr_layers", "0", "2"]
-    assert "holds embeddings made with" in esm(*arguments, *several).error
-    out = arguments[2] = out.with_name("several.h5")
-    assert esm(*arguments, *several).code == 0
-    with h5py.File(out) as file:
-        group = file[sequence_hash(SEQUENCES["b"])]
-        assert group.attrs["original_id"] == "b"
-        assert group["mean_representations/0"].shape == (64,)
-        assert group["representations/2"].shape == (len(SEQUENCES["b"]), 64)
-    assert sorted(p.name for p in out.parent.iterdir()) == ["embeddings.h5", "several.h5"]
+@pytest.mark.parametrize(("name", "options"), [("e.h5", []), ("e.parquet", ["--include", "mean"]), ("e.parquet", [])])
+def test_one_file_in_a_new_folder(esm, fasta, tmp_path, tiny_folder, tiny, name, options):
+    """A table holds means unless told otherwise."""
+    out = tmp_path / "new" / name
+    result = esm("embed", fasta, out, "--model", tiny_folder, *options)
+    assert (result.code, result.err) == (0, "")
+    records = [ProteinRecord(one, sequence) for one, sequence in SEQUENCES.items()]
+    for record, arrays in zip(records, read_embeddings(out, out.suffix[1:], records), strict=True):
+        [expected] = tiny.embed(record.sequence, include=["mean"] if "parquet" in name else ["mean", "per_tok"])
+        assert arrays.keys() == expected.tensors().keys()
+        for key, tensor in expected.tensors().items():
+            assert_same(arrays[key], tensor)
+    assert list(out.parent.iterdir()) == [out]
 
 
-def test_a_missing_h5py_is_reported(esm, fasta, tmp_path, tiny_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    result = esm("embed", fasta, tmp_path / "e.h5", "--model", tiny_folder, "--format", "h5")
-    assert result.code == 2
-    assert install_hint("h5") in result.error
-    assert not (tmp_path / "e.h5").exists()
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("e.h5", ["--include", "cache"], "caches cannot be stored in an HDF5 file"),
+        ("e.parquet", ["--include", "per_tok"], "a Parquet file holds means: give --include mean, not per_tok"),
+        ("e", ["--include", "contacts"], "contacts would be noise: the contact head of this model was never trained"),
+        ("e", ["--store", "contexts"], "--store keeps compressed caches; give --include cache as well"),
+        ("taken", [], "is a file; name a folder to write"),
+    ],
+)
+def test_wrong_options_are_refused(esm, fasta, tmp_path, name, options, message):
+    (tmp_path / "taken").write_text("mine")
+    before = files(tmp_path)
+    result = esm("embed", fasta, tmp_path / name, *options)
+    assert result.code == 2 and message in result.error
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("unknown", ["X", "x"])
@@ -203,17 +201,6 @@ def test_a_protein_whose_sequence_changed_is_embedded_again(esm, tmp_path, tiny_
     assert index_of(tmp_path / "out") == {"a": ["4", "a.pt", ""]}
 
 
-def test_a_non_finite_embedding_is_a_failed_record(esm, fasta, tmp_path, tiny_folder, monkeypatch):
-    from esm_turbo.tasks.embedding.request import ProteinEmbedding
-
-    monkeypatch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != len(SEQUENCES["b"]))
-    result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "per_tok")
-    assert result.code == 1
-    assert "record 'b': its embedding is not finite" in result.error
-    assert set(index_of(tmp_path / "out")) == {"sp|P1/../x", "c"}
-    assert "2 of 3 proteins" in result.out
-
-
 def test_embed_in_windows(esm, write, tmp_path, tiny_folder, tiny):
     sequences = {"long": "MKTAYIAKQRQISFVKSHFSRQ" * 5, "short": "MKTAYIAK"}
     fasta = write("in.fasta", "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items()))
@@ -231,13 +218,6 @@ def test_embed_in_windows(esm, write, tmp_path, tiny_folder, tiny):
     assert "no contacts" in esm("embed", fasta, tmp_path / "x", "--include", "contacts", "--window", 4, *model).error
 
 
-def test_contacts_of_the_embedded_model_are_refused(esm, fasta, tmp_path):
-    result = esm("embed", fasta, tmp_path / "out", "--include", "contacts")
-    assert result.code == 2
-    assert "contacts would be noise: the contact head of this model was never trained" in result.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_options_of_esm_extract(esm, fasta, tmp_path, tiny_folder):
     out = tmp_path / "out"
     arguments = ["embed", fasta, out, "--model", tiny_folder, "--include", "mean", "--nogpu"]
@@ -250,16 +230,3 @@ def test_options_of_esm_extract(esm, fasta, tmp_path, tiny_folder):
     result = esm("embed", "esm2_t6_8M_UR50D", fasta, out)
     assert result.code == 2
     assert "the model, esm-extract's first argument, is --model here" in result.error
-
-
-def test_a_file_in_place_of_the_folder_is_refused(esm, fasta, tmp_path):
-    (tmp_path / "taken").write_text("mine")
-    result = esm("embed", fasta, tmp_path / "taken")
-    assert (result.code, result.error) == (2, f"{tmp_path / 'taken'}: is a file; name a folder to write")
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_a_table_holds_means_unless_told_otherwise(esm, fasta, tmp_path, tiny_folder):
-    result = esm("embed", fasta, tmp_path / "means.parquet", "--model", tiny_folder)
-    assert (result.code, result.err) == (0, "")
-    assert pandas.read_parquet(tmp_path / "means.parquet")["id"].tolist() == list(SEQUENCES)

@@ -12,7 +12,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.calibration import records as calibration_records
-from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records, hold_out
+from esm_turbo.tasks.calibration.records import calibrate_records, first_records, hold_out
 
 RECORDS = [
     ProteinRecord("a", "MKTAYIAKQRQISFVKSHFS" * 4, "class=mainly_alpha"),
@@ -45,12 +45,9 @@ def test_provenance(tiny, tmp_path):
     }
     assert record["fasta"] == {"name": "proteins.fasta", "sha256": sha256_file(fasta)}
     assert record["versions"]["torch"] == torch.__version__
+    assert list(record["classes"]) == ["mainly_alpha", "alpha_beta", "unknown"]
     # A shared file must not reveal local paths.
     assert str(tmp_path) not in json.dumps(record)
-
-
-def test_the_name_of_a_model_is_not_its_path(turbo):
-    assert turbo.name == "esm2-mini"
 
 
 def test_the_result_does_not_depend_on_order_or_batches(tiny):
@@ -111,13 +108,15 @@ def test_proteins_that_no_process_survives_are_named(tiny):
         calibrate_records(tiny, RECORDS, toks_per_batch=1, runner=Backwards(tiny, fails=True))
 
 
-def test_first_records():
+def test_first_records(tiny):
     assert [r.id for r in first_records(RECORDS)] == ["a", "b", "c"]
     assert [r.id for r in first_records(RECORDS, 280)] == ["a", "b", "c"]
     assert [r.id for r in first_records(RECORDS, 279)] == ["a", "b"]
     assert [r.id for r in first_records(RECORDS, 80)] == ["a"]
     with pytest.raises(ValueError, match="at least the first protein's 80, got 79"):
         first_records(RECORDS, 79)
+    calibration = calibrate_records(tiny, RECORDS, max_residues=250)
+    assert (calibration.provenance["sequences"], calibration.provenance["residues"]) == (2, 240)
 
 
 @pytest.mark.parametrize("count", [0, 9, 10, 35])
@@ -126,11 +125,6 @@ def test_every_tenth_protein_is_held_out(count):
     kept, held_out = hold_out(records)
     assert [record.id for record in held_out] == [str(i) for i in range(9, count, 10)]
     assert sorted([*kept, *held_out], key=lambda record: int(record.id)) == records
-
-
-def test_max_residues_limits_the_recorded_counts(tiny):
-    calibration = calibrate_records(tiny, RECORDS, max_residues=250)
-    assert (calibration.provenance["sequences"], calibration.provenance["residues"]) == (2, 240)
 
 
 def test_too_few_residues(tiny):
@@ -143,9 +137,3 @@ def test_long_proteins_warn_once(tiny):
     with pytest.warns(LongProteinWarning, match="2 proteins") as caught:
         calibrate_records(tiny, records, presets=[])
     assert len(caught) == 1
-
-
-def test_counts_keep_the_order_of_appearance():
-    counts = counts_by(RECORDS, lambda r: r.id[::-1])
-    assert list(counts) == ["a", "b", "c"]
-    assert counts["b"] == {"sequences": 1, "residues": 160}

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import os
+import io
 import shutil
 from pathlib import Path
 
@@ -10,37 +10,13 @@ import pytest
 import torch
 
 from esm_turbo import TurboEsm
-from esm_turbo.files import artifacts
-from esm_turbo.files.kinds import is_embeddings
+from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding import files as embedding_files
-from esm_turbo.tasks.embedding.files import (
-    INDEX_FILE,
-    SETTINGS_FILE,
-    embeddings_info,
-    read_embedding,
-    safe_labels,
-    sequence_hash,
-)
+from esm_turbo.tasks.embedding.files import read_pt, safe_labels, sequence_hash
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
-from tests.helpers.embedding_files import DAMAGE, files, proteins
-
-
-def test_names_are_those_of_biotrainer():
-    assert sequence_hash("MKT") == hashlib.sha256(b"MKT_3").hexdigest()
-
-
-def test_facts_of_a_folder(run, tmp_path):
-    out = tmp_path / "out"
-    assert not is_embeddings(out)
-    run(out)
-    assert is_embeddings(out)
-    facts = embeddings_info(out)
-    assert (facts["kind"], facts["proteins"], facts["format"]) == ("embeddings", 10, "pt")
-    assert facts["include"] == ["mean", "per_tok"]
-    (out / SETTINGS_FILE).unlink()
-    assert not is_embeddings(out)
+from tests.helpers.embedding_files import DAMAGE, embedded_files, files, index_rows, proteins
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -71,8 +47,8 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
     found = 0
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
-        with contextlib.suppress(artifacts.ArtifactError):
-            embedding_files.read_pt(path)
+        with contextlib.suppress(ArtifactError):
+            read_pt(path)
             again = torch.load(path, weights_only=True)
             assert again["label"] == original["label"]
             assert torch.equal(again["mean_representations"][2], original["mean_representations"][2])
@@ -96,92 +72,72 @@ def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch):
     assert files(out) == before
 
 
+def exchanged_names(content: bytes) -> bytes:
+    """An index whose first two rows name each other's files."""
+    rows = [line.split(b"\t") for line in content.splitlines()]
+    rows[1][2], rows[2][2] = rows[2][2], rows[1][2]
+    return b"\n".join(b"\t".join(row) for row in rows) + b"\n"
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"\xff\xfe" * 20, b"id\tresidues\n", b"id\tresidues\tembedding\tcache\n\x80\tx\n", b""],
+    "damaged",
+    [
+        lambda _: b"\xff\xfe" * 20 + b"\n",
+        lambda _: b"id\tresidues\n",
+        lambda _: b"id\tresidues\tembedding\tcache\n\x80\tx\n",
+        exchanged_names,
+        # A bit of an identifier, a number, a name of a file or a separator.
+        *(
+            lambda content, at=at: bytes(
+                byte ^ (number == int(len(content) * at)) for number, byte in enumerate(content)
+            )
+            for at in (0.05, 0.3, 0.5, 0.77, 0.9)
+        ),
+    ],
 )
-def test_a_damaged_index_is_written_again(run, tmp_path, content):
+def test_a_damaged_index_is_noticed_and_written_again(run, tmp_path, damaged):
     out = tmp_path / "out"
     run(out)
     expected = files(out)
-    (out / INDEX_FILE).write_bytes(content)
-    run(out)
+    (out / INDEX_FILE).write_bytes(damaged((out / INDEX_FILE).read_bytes()))
+    assert str(out / INDEX_FILE) in run(out).damaged
     assert files(out) == expected
 
 
-@pytest.mark.parametrize("place", [0.05, 0.3, 0.5, 0.77, 0.9])
-def test_a_changed_byte_of_the_index_is_noticed(run, tmp_path, place):
-    """In an identifier, a number, a name of a file or a separator; a valid name of another file, too."""
-    out = tmp_path / "out"
-    run(out)
-    expected = (out / INDEX_FILE).read_bytes()
-    content = bytearray(expected)
-    content[int(len(content) * place)] ^= 1
-    (out / INDEX_FILE).write_bytes(content)
-    assert str(out / INDEX_FILE) in run(out).damaged
-    assert (out / INDEX_FILE).read_bytes() == expected
-    rows = [line.split("\t") for line in (out / INDEX_FILE).read_text().splitlines()]
-    rows[1][2], rows[2][2] = rows[2][2], rows[1][2]
-    (out / INDEX_FILE).write_text("\n".join(["\t".join(row) for row in rows]) + "\n")
-    assert str(out / INDEX_FILE) in run(out).damaged
-    assert (out / INDEX_FILE).read_bytes() == expected
-
-
-def test_a_truncated_line_of_the_index_is_ignored(run, tmp_path, computed):
+@pytest.mark.parametrize(("kept", "reused"), [(0, 0), (-5, 10)])
+def test_an_index_that_was_being_written_is_no_damage(run, tmp_path, computed, kept, reused):
+    """Of a row that is not whole, a twin's names the same file, so nothing is computed."""
     out = tmp_path / "out"
     run(out, toks_per_batch=1)
     expected = files(out)
-    os.truncate(out / INDEX_FILE, (out / INDEX_FILE).stat().st_size - 5)
+    content = (out / INDEX_FILE).read_bytes()
+    (out / INDEX_FILE).write_bytes(content[:kept])
     computed.clear()
-    # Its twin's row names the same file, so nothing is computed.
-    assert run(out, toks_per_batch=1).reused == 10
-    assert computed == []
+    result = run(out, toks_per_batch=1)
+    assert (result.reused, result.damaged, len(computed)) == (reused, [], 0 if reused else 9)
     assert files(out) == expected
 
 
 def test_a_full_disk_while_the_index_grows(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(out, proteins()[:3])
-    before = (out / INDEX_FILE).read_bytes()
+    before, original = (out / INDEX_FILE).read_bytes(), Path.open
 
-    class Full:
+    class Full(io.FileIO):
         """A file on a disk with ten bytes left."""
 
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
         def write(self, content):
-            return self.file.write(content[:10])
+            return super().write(content[:10])
 
     def open_on_full_disk(self, mode="r", **options):
-        file = original(self, mode, **options)
-        return Full(file) if mode == "r+b" else file
+        return Full(self, "r+") if mode == "r+b" else original(self, mode, **options)
 
-    original = Path.open
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_on_full_disk)
         with pytest.raises(UnfinishedError, match=r"index.tsv: cannot be written \(No space left"):
             run(out)
     assert (out / INDEX_FILE).read_bytes() == before
     assert run(out).reused == 3
-
-
-def test_files_of_the_safetensors_format_name_their_protein(run, tmp_path):
-    run(tmp_path / "out", file_format="safetensors")
-    for record in proteins()[:9]:
-        metadata, tensors = read_embedding(tmp_path / "out" / f"{sequence_hash(record.sequence)}.safetensors")
-        assert len(metadata.pop("key")) == 64
-        assert metadata == {"label": record.id, "residues": len(record.sequence)}
-        assert tensors["representations.2"].shape == (len(record.sequence), 64)
 
 
 @pytest.mark.parametrize("file_format", ["pt", "safetensors"])
@@ -218,92 +174,59 @@ def test_links_in_the_place_of_its_own_files_are_refused(run, tmp_path, name):
 
 
 @pytest.mark.parametrize("file_format", ["pt", "safetensors"])
-def test_links_in_the_place_of_embeddings_are_replaced(run, tmp_path, computed, file_format):
-    out = tmp_path / "out"
-    run(out, None, file_format, ["mean", "cache"])
-    paths = sorted(path for path in out.iterdir() if path.suffix in (".pt", ".safetensors"))[:2]
-    targets = [tmp_path / path.name for path in paths]
-    for path, target in zip(paths, targets, strict=True):
-        path.rename(target)
-        path.symlink_to(target)
-    before = [target.read_bytes() for target in targets]
-    computed.clear()
-    result = run(out, None, file_format, ["mean", "cache"])
-    assert result.damaged and set(result.damaged) <= set(map(str, paths)) and computed
-    assert not any(path.is_symlink() for path in paths)
-    assert [target.read_bytes() for target in targets] == before
-
-
-@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
 @pytest.mark.parametrize("include", [["mean"], ["cache"]])
-def test_exchanged_files_are_computed_again(run, tmp_path, computed, file_format, include):
-    """Each is undamaged, but holds the results of another sequence."""
-    out = tmp_path / "out"
+@pytest.mark.parametrize("by", ["a link", "each other", "those of another model"])
+def test_files_that_were_replaced_are_computed_again(
+    run, turbo, tiny_model, tmp_path, computed, file_format, include, by
+):
+    """All are undamaged, and have the names that they should have."""
+    out, mine = tmp_path / "out", tmp_path / "mine"
     run(out, None, file_format, include)
-    expected = files(out)
-    first, second = sorted(path for path in out.iterdir() if path.suffix in (".pt", ".safetensors"))[:2]
-    first.rename(out / "x"), second.rename(first), (out / "x").rename(second)
+    names = files(out).keys()
+    first, second = embedded_files(out)[:2]
+    if by == "a link":
+        first.rename(mine), first.symlink_to(mine)
+    elif by == "each other":
+        first.rename(mine), second.rename(first), mine.rename(second)
+    else:
+        other = TurboEsm(tiny_model(seed=1, preset="exact"), turbo.tokenizer)
+        request = EmbeddingRequest.of(other, (-1,), include)
+        embed_records(other, proteins(), tmp_path / "other", request, file_format=file_format)
+        shutil.copy(tmp_path / "other" / first.name, first)
+    replaced = [first, second] if by == "each other" else [first]
+    before = first.read_bytes()
     computed.clear()
-    result = run(out, None, file_format, include)
-    assert sorted(result.damaged) == [str(first), str(second)]
-    assert sum(map(len, computed)) == 2
+    assert sorted(run(out, None, file_format, include).damaged) == [str(path) for path in replaced]
+    assert sum(map(len, computed)) == len(replaced)
+    # What the link named is not written to.
+    assert not first.is_symlink() and (by != "a link" or mine.read_bytes() == before)
     assert run(out, None, file_format, include).damaged == []
-    assert files(out).keys() == expected.keys()
-
-
-@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
-@pytest.mark.parametrize("include", [["mean"], ["cache"]])
-def test_files_of_another_model_are_computed_again(turbo, tiny_model, run, tmp_path, file_format, include):
-    """Their names are the same, since the sequences are."""
-    other = TurboEsm(tiny_model(seed=1, preset="exact"), turbo.tokenizer)
-    request = EmbeddingRequest.of(other, (-1,), include)
-    embed_records(other, proteins(), tmp_path / "other", request, file_format=file_format)
-    out = tmp_path / "out"
-    run(out, None, file_format, include)
-    path = next(path for path in sorted(out.iterdir()) if path.suffix in (".pt", ".safetensors"))
-    shutil.copy(tmp_path / "other" / path.name, path)
-    assert run(out, None, file_format, include).damaged == [str(path)]
+    assert files(out).keys() == names
 
 
 def record(name: str, sequence: str) -> ProteinRecord:
     return ProteinRecord(name, sequence)
 
 
-def test_labels_that_can_name_files():
-    names = [
-        "sp|P1|HBA_HUMAN",
-        "a.b-1",
-        "A/B",
-        "../x",
-        ".hidden",
-        "-flag",
-        "a b",
-        "x.",
-        "x.cache",
-        "n" * 151,
-        "é",
-        "A" * 64,
-        "con.1",
-        "Same",
-        "same",
-    ]
-    sequences = ["MK" + "A" * index for index in range(len(names))]
-    groups = [[record(name, sequence)] for name, sequence in zip(names, sequences, strict=True)]
-    assert list(safe_labels(groups).values()) == [["sp|P1|HBA_HUMAN"], ["a.b-1"]]
+def test_names_of_files():
+    assert sequence_hash("MKT") == hashlib.sha256(b"MKT_3").hexdigest()
+    good = ["sp|P1|HBA_HUMAN", "a.b-1"]
+    bad = ["A/B", "../x", ".hidden", "-flag", "a b", "x.", "x.cache", "n" * 151, "é", "A" * 64, "con.1", "Same", "same"]
+    groups = [[record(name, "MK" + "A" * index)] for index, name in enumerate([*good, *bad])]
+    assert list(safe_labels(groups).values()) == [[name] for name in good]
     assert safe_labels([[record("a", "MK"), record("b", "MK"), record("a", "MK")]]) == {"MK": ["a", "b"]}
 
 
 def test_files_are_named_by_labels(run, tmp_path, computed):
     out = tmp_path / "out"
     records = [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK"), record("a/b", "GSGSG")]
-    hashed = f"{sequence_hash('GSGSG')}"
+    hashed = sequence_hash("GSGSG")
     assert run(out, records, include=["mean", "cache"]).reused == 0
-    assert {path.name for path in out.iterdir() if path.is_file()} == {
+    assert {path.name for path in out.iterdir()} == {
         INDEX_FILE, SETTINGS_FILE, "one.pt", "one.cache.safetensors", f"{hashed}.pt", f"{hashed}.cache.safetensors",
     }  # fmt: skip
     assert torch.load(out / "one.pt")["label"] == "one"
-    rows = [line.split("\t")[:4] for line in (out / INDEX_FILE).read_text().splitlines()[1:]]
-    assert rows == [
+    assert index_rows(out) == [
         ["one", "8", "one.pt", "one.cache.safetensors"],
         ["twin", "8", "one.pt", "one.cache.safetensors"],
         ["a/b", "5", f"{hashed}.pt", f"{hashed}.cache.safetensors"],
@@ -314,19 +237,6 @@ def test_files_are_named_by_labels(run, tmp_path, computed):
     assert computed == []
     with pytest.raises(ValueError, match="made with names label"):
         run(out, records, include=["mean", "cache"], names="hash")
-    with pytest.raises(ValueError, match="one HDF5 file has no names of files"):
-        run(tmp_path / "x.h5", records, "h5", ["mean"], names="label")
-
-
-def test_a_label_never_takes_a_file_that_others_use(run, tmp_path):
-    out = tmp_path / "out"
-    run(out, [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK")])
-    before = (out / "one.pt").read_bytes()
-    # The identifier names another protein now; its twin still has the old one.
-    run(out, [record("one", "GSGSG")])
-    assert (out / "one.pt").read_bytes() == before
-    rows = dict(line.split("\t")[::2][:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
-    assert rows == {"twin": "one.pt", "one": f"{sequence_hash('GSGSG')}.pt"}
 
 
 def test_an_earlier_folder_of_hashes_keeps_its_names(run, tmp_path, computed):
@@ -343,27 +253,32 @@ def test_an_earlier_folder_of_hashes_keeps_its_names(run, tmp_path, computed):
         run(out, records, names="label")
 
 
-def test_labels_of_two_runs_that_only_differ_in_case(run, tmp_path, computed):
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [
+        # The identifier names another protein now; its twin still has the old one.
+        (["one MKTAYIAK", "twin MKTAYIAK"], ["one GSGSG"], {"twin": "one", "one": "GSGSG"}),
+        # Names that only differ in case may be the same file.
+        (["Same MKTAYIAK"], ["same GSGSG"], {"Same": "Same", "same": "GSGSG"}),
+        # A label that is the hash of another sequence, whose own is not safe; in one run, and in a later one.
+        (
+            ["a/b MKTAYIAK", f"{sequence_hash('MKTAYIAK')} GSGSG"],
+            [f"{sequence_hash('MKTAYIAK').upper()} WTC"],
+            {"a/b": "MKTAYIAK", sequence_hash("MKTAYIAK"): "GSGSG", sequence_hash("MKTAYIAK").upper(): "WTC"},
+        ),
+    ],
+)
+def test_a_label_never_takes_a_file_that_others_use(run, tmp_path, computed, first, later, expected):
     out = tmp_path / "out"
-    run(out, [record("Same", "MKTAYIAK")])
-    before = (out / "Same.pt").read_bytes()
+    run(out, [record(*text.split()) for text in first])
+    before = {path: path.read_bytes() for path in embedded_files(out)}
     for _ in range(2):
-        run(out, [record("same", "GSGSG")])
-    assert (out / "Same.pt").read_bytes() == before
-    assert {path.name for path in out.glob("*.pt")} == {"Same.pt", f"{sequence_hash('GSGSG')}.pt"}
-    assert computed == [["MKTAYIAK"], ["GSGSG"]]
-
-
-def test_a_label_that_is_the_hash_of_another_sequence(run, tmp_path):
-    out, hashed = tmp_path / "out", sequence_hash("MKTAYIAK")
-    # In one run, and in a later one; the first record falls back to its hash, which the second one's label is.
-    run(out, [record("a/b", "MKTAYIAK"), record(hashed, "GSGSG")])
-    run(out, [record(hashed.upper(), "WTC")])
-    rows = dict(line.split("\t")[::2][:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
-    assert rows == {
-        name: f"{sequence_hash(sequence)}.pt"
-        for name, sequence in (("a/b", "MKTAYIAK"), (hashed, "GSGSG"), (hashed.upper(), "WTC"))
-    }
+        assert run(out, [record(*text.split()) for text in later]).damaged == []
+    assert {path: path.read_bytes() for path in before} == before
+    assert sum(map(len, computed)) == len({text.split()[1] for text in [*first, *later]})
+    # Where it is no label, the expected name is the hash of the sequence.
+    names = {one: label if label in ("one", "Same") else sequence_hash(label) for one, label in expected.items()}
+    assert {row[0]: row[2] for row in index_rows(out)} == {one: f"{name}.pt" for one, name in names.items()}
 
 
 def test_files_of_other_programs_are_not_replaced(run, tmp_path):

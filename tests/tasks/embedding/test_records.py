@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from tests.helpers.embedding_files import (
     full_disk,
     h5_content,
     ids_of,
+    index_rows,
     proteins,
 )
 
@@ -135,13 +135,13 @@ def test_a_killed_command_is_resumed(tiny_folder, tmp_path, capsys):
     assert ids_of(out) == [record.id for record in records]
 
 
-@pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5"])
+@pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5", "parquet"])
 def test_a_second_run_computes_and_changes_nothing(run, tmp_path, computed, file_format):
-    out = tmp_path / "out"
-    run(out, file_format=file_format)
+    options = {"file_format": file_format, "include": ["mean"]}
+    run(tmp_path / "out", **options)
     before, when = files(tmp_path), {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     computed.clear()
-    assert run(out, file_format=file_format).reused == 10
+    assert run(tmp_path / "out", **options).reused == 10
     assert computed == []
     assert files(tmp_path) == before
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == when
@@ -159,7 +159,7 @@ def test_only_new_sequences_are_computed(run, tmp_path, computed, file_format):
     assert sorted(sequence for batch in computed for sequence in batch) == ["GSGSWKDLAE", "MKTAYIAK"]
     assert result.reused == 8
     if file_format == "pt":
-        names = dict(line.split("\t")[:4:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
+        names = {row[0]: row[2] for row in index_rows(out)}
         assert set(names) == {f"protein/{i}" for i in range(9)} | {"twin", "another name", "fresh"}
         assert names["protein/1"] == f"{sequence_hash('GSGSWKDLAE')}.pt"
         assert names["another name"] == names["protein/0"]
@@ -191,11 +191,12 @@ def test_only_the_missing_part_of_a_batch_is_computed(run, tmp_path, computed):
 
 
 def test_identifiers_that_the_index_cannot_hold(run, tmp_path):
-    for wrong in ("a\tb", "a\nb", "a\rb"):
-        with pytest.raises(ValueError, match="has a tab or a line break"):
-            run(tmp_path / "out", [ProteinRecord(wrong, "MKT")])
-    with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
-        run(tmp_path / "out", [ProteinRecord("a", "MKT"), ProteinRecord("a", "MKTA")])
+    for records, message in (
+        *(([("a" + wrong, "MKT")], "has a tab or a line break") for wrong in ("\tb", "\nb", "\rb")),
+        ([("a", "MKT"), ("a", "MKTA")], "identifier 'a' names two sequences"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "out", [ProteinRecord(*record) for record in records])
     assert not (tmp_path / "out").exists()
 
 
@@ -267,32 +268,6 @@ def test_two_writers_are_refused(run, tiny, tmp_path, file_format):
     assert run(out, file_format=file_format).reused == 0
 
 
-def test_the_command_refuses_a_folder_in_use(tiny_folder, tmp_path, capsys):
-    fasta, out = tmp_path / "some.fasta", tmp_path / "out"
-    fasta.write_text(">a\nMKTAY\n")
-    holder = subprocess.Popen(
-        [
-            sys.executable, "-c",
-            "import sys; from esm_turbo.files.writing import only_writer\n"
-            "with only_writer(sys.argv[1]): print('held', flush=True); sys.stdin.read()",
-            out,
-        ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert holder.stdout.readline() == "held\n"
-    command = ["embed", str(fasta), str(out), "--model", str(tiny_folder), "--include", "mean"]
-    assert cli.run(command) == 2
-    _, line = capsys.readouterr().err.splitlines()
-    assert line == (
-        f"esm-turbo: error: {out}: another process is writing into it; let it finish, or give another folder"
-    )
-    assert sorted(files(out)) == [LOCK_FILE]
-    # The lock ends with its process, however that ends.
-    holder.kill()
-    holder.wait()
-    assert cli.run(command) == 0
-
-
 @pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5"])
 def test_other_settings_are_refused(run, tiny, turbo, tmp_path, file_format):
     out = tmp_path / "out"
@@ -339,7 +314,8 @@ def test_embeddings_that_are_not_finite_are_not_written(run, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != 18)
         result = run(out)
-        assert [one.record for one in result.failed] == ["protein/4", "twin"]
+        reason = "its embedding is not finite; try --dtype float32"
+        assert [(one.record, one.reason) for one in result.failed] == [("protein/4", reason), ("twin", reason)]
         assert (result.written, result.reused) == (8, 0)
     assert set(ids_of(out)) == {f"protein/{i}" for i in range(9) if i != 4}
     computed.clear()
@@ -372,7 +348,6 @@ def test_progress(run, tmp_path):
     assert calls[0] == ("embed", 0, total)
     assert calls[-1] == ("embed", total, total)
     assert [stage for stage, _, _ in calls].count("embed") == 5
-    shutil.rmtree(tmp_path / "out" / "nothing", ignore_errors=True)
     (tmp_path / "out" / f"{sequence_hash(proteins()[8].sequence)}.pt").unlink()
     calls.clear()
     run(tmp_path / "out", progress=lambda *call: calls.append(call))

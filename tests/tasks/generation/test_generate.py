@@ -100,38 +100,19 @@ def test_a_seed_reproduces_its_samples(exact: TurboEsm, options: dict[str, objec
         ({"positions": []}, "sequence 1: `positions` is empty"),
         ({"positions": [[1], [2]]}, "`positions` must be one list, or one for each of the 1 sequences, got 2"),
         ({"max_new_tokens": 1, "seed": [1, 2]}, "one for each of the 1 rows"),
+        ({"max_new_tokens": 1, "store": "folder"}, "`store` must be a ContextStore, got a str"),
         ({"max_new_tokens": 1, "allowed": {7: "A"}}, "`allowed` names position 7, where nothing is generated"),
         ({"positions": [2], "allowed": {3: "A"}}, "`allowed` names position 3, where nothing is generated"),
         ({"max_new_tokens": 1, "top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 1, "allowed": "A", "banned": "A"}, "no residue may be generated at any position"),
+        ({"sequences": [], "max_new_tokens": 2}, "at least one sequence"),
+        ({"sequences": ["MKT", ""], "max_new_tokens": 2}, "sequence 2: holds no residues"),
+        ({"sequences": ["MKT", "MK-T"], "max_new_tokens": 2}, "sequence 2: position 3 is '-'"),
     ],
 )
-def test_invalid_options(exact: TurboEsm, options: dict[str, object], message: str) -> None:
+def test_invalid_arguments(exact: TurboEsm, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        exact.generate("MKTAY", **options)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "message"),
-    [
-        ([], "at least one sequence"),
-        (["MKT", ""], "sequence 2: holds no residues"),
-        (["MKT", "MK-T"], "sequence 2: position 3 is '-'"),
-    ],
-)
-def test_invalid_sequences(exact: TurboEsm, sequences: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        exact.generate(sequences, max_new_tokens=2)
-
-
-def test_a_store_that_is_a_path(exact: TurboEsm) -> None:
-    with pytest.raises(ValueError, match="`store` must be a ContextStore, got a str"):
-        exact.generate("MKT", max_new_tokens=1, store="folder")  # type: ignore[arg-type]
-
-
-def test_unknown_options(exact: TurboEsm) -> None:
-    with pytest.raises(TypeError, match="max_length"):
-        exact.generate("MKTAY", max_length=7)
+        exact.generate(**({"sequences": "MKTAY"} | options))
 
 
 @torch.no_grad()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,28 +25,10 @@ def test_positions_as_text(positions: set[int]) -> None:
     assert all(int(a) < int(b) for a, b in (span.split("-") for span in text.split(",") if "-" in span))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x", "positions are written as 10-25,40 and counted from 1, got 'x'"),
-        ("3-1", "in ascending order, got '3-1'"),
-        ("0-2", "counted from 1"),
-        ("3,1-999999999999", "no protein has a position 999,999,999,999, got '1-999999999999'"),
-    ],
-)
-def test_invalid_positions(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_positions(text)
-
-
 def test_constraints_as_text() -> None:
     assert parse_allowed([]) is None
     assert parse_allowed(["AC"]) == "AC"
     assert parse_allowed(["1=AC", "3-4,7=G"]) == {1: "AC", 3: "G", 4: "G", 7: "G"}
-    with pytest.raises(ValueError, match="counted from 1"):
-        parse_allowed(["x=AC"])
-    with pytest.raises(ValueError, match="letters for all positions, or given as 10=AG 12-15=HP; got 'AC 5=G'"):
-        parse_allowed(["AC", "5=G"])
 
 
 @pytest.mark.parametrize("text", ["GX[KR]{ADG}{ADG}P", "g-x-[kr]-{ADG}(2)-P", " GX[KR] {ADG}(2) P "])
@@ -52,19 +37,21 @@ def test_templates(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("parse", "text", "message"),
     [
-        ("G[KR", "templates are written as GX[KR]XXP"),
-        ("G1", "templates are written as"),
-        ("(2)G", "templates are written as"),
-        ("G[]", "templates are written as"),
-        ("GX{ACD}", "leaves no residue at position 3"),
+        (parse_positions, "x", "positions are written as 10-25,40 and counted from 1, got 'x'"),
+        (parse_positions, "3-1", "in ascending order, got '3-1'"),
+        (parse_positions, "0-2", "counted from 1"),
+        (parse_positions, "3,1-999999999999", "no protein has a position 999,999,999,999, got '1-999999999999'"),
+        (parse_allowed, ["x=AC"], "counted from 1"),
+        (parse_allowed, ["AC", "5=G"], "letters for all positions, or given as 10=AG 12-15=HP; got 'AC 5=G'"),
+        *((parse_template, text, "templates are written as GX[KR]XXP") for text in ("G[KR", "G1", "(2)G", "G[]")),
+        (parse_template, "GX{ACDEFGHIKLMNPQRSTVWY}", "leaves no residue at position 3"),
     ],
 )
-def test_invalid_templates(text: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_template(text, "ACD")
-    assert message in str(caught.value)
+def test_invalid_notation(parse: Callable[..., object], text: str | list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(text)
 
 
 @pytest.mark.parametrize(

@@ -43,19 +43,13 @@ def test_valid_options(options: dict[str, object]) -> None:
         ({"top_p": "a"}, "got 'a'"),
         ({"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
         ({"refresh_every": 0}, "`refresh_every` must be an integer of at least 1, got 0"),
+        *(
+            ({"max_new_tokens": 2} | own, "cannot be combined with `max_new_tokens`")
+            for own in ({"order": "random"}, {"positions": [1]}, {"sweeps": 2}, {"per_step": 2})
+        ),
+        ({"positions": [1], "return_cache": True}, "`return_cache` needs `max_new_tokens`"),
     ],
 )
-def test_values_out_of_range(options: dict[str, object], message: str) -> None:
+def test_options_that_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationOptions(**options)
-
-
-@pytest.mark.parametrize("options", [{"order": "random"}, {"positions": [1]}, {"sweeps": 2}, {"per_step": 2}])
-def test_options_of_unmasking_exclude_appending(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="cannot be combined with `max_new_tokens`"):
-        GenerationOptions(max_new_tokens=2, **options)
-
-
-def test_only_appending_returns_a_cache() -> None:
-    with pytest.raises(ValueError, match="`return_cache` needs `max_new_tokens`"):
-        GenerationOptions(positions=[1], return_cache=True)
