@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from esm_turbo.files.tabular import counted
-from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
+from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
 from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
+from esm_turbo.tasks.scoring.score import Scores
 
 _BEST = 20
 _PERPLEXITY = "pseudo-perplexity (lower is better)"
@@ -24,21 +25,27 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
         result: the scores on one target; its reference arm ranks.
         used: what they were computed with.
     """
-    arm, best = result.reference, result.ranking()[:_BEST]
+    arm = result.reference
     scores = result.scores[arm]
+    if result.sort_by == "specificity":
+        values, label = _specificities(scores)
+        bars, bar_label = values, label
+    else:
+        values, label = np.array([one.mean_log_probability for one in scores.scores]), _LIKELIHOOD
+        bars, bar_label = np.array(scores.pseudo_perplexities), _PERPLEXITY
+    best = [index for index in result.ranking() if np.isfinite(values[index])][:_BEST]
     names = [result.candidates[index].id for index in best]
-    perplexities = np.array(scores.pseudo_perplexities)
-    likelihoods = np.array([one.mean_log_probability for one in scores.scores])
+    values = values[np.isfinite(values)]
     layout: list[Sequence[Panel]] = [
         [
-            Bars(names, perplexities[best], _PERPLEXITY, f"best {len(best)}, {arm}"),
+            Bars(names, bars[best], bar_label, f"best {len(best)}, {arm}"),
             _residues([scores.scores[index].log_probabilities for index in best],
                       [scores.scores[index].candidate for index in best], names),
         ]
     ]  # fmt: skip
-    marks = {"best": float(likelihoods.max()), "median": float(np.median(likelihoods))}
+    marks = {"best": float(values.max()), "median": float(np.median(values))}
     # Of few candidates, the bars are the whole distribution.
-    below: list[Panel] = [Histogram(likelihoods, _LIKELIHOOD, marks, "candidates")] if len(likelihoods) > _BEST else []
+    below: list[Panel] = [Histogram(values, label, marks, "candidates")] if len(values) > _BEST else []
     below += _agreement(result)
     layout += [below] if below else []
     target = result.target
@@ -74,6 +81,14 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
         caption += f" The {len(shown.candidates)} candidates of the highest values on any target are shown."
     title = f"{counted(len(whole.candidates), 'candidate')} on {counted(len(whole.targets), 'target')}"
     return Sheet(title, caption, [[heat]], Table(whole.columns(), list(whole.rows())))
+
+
+def _specificities(scores: Scores) -> tuple[Array, str]:
+    """What candidates are ranked by, NaN where they have none, and its name with the unit."""
+    in_deviations = all(one.specificity_z is not None for one in scores.scores if one.background is not None)
+    found = [one.specificity_z if in_deviations else one.specificity for one in scores.scores]
+    unit = "standard deviations" if in_deviations else "nats per residue"
+    return np.array(found, dtype=np.float64), f"specificity ({unit}, higher is better)"
 
 
 def _residues(log_probs: Sequence[Sequence[float]], sequences: Sequence[str], names: Sequence[str]) -> Heatmap:

@@ -53,7 +53,7 @@ STYLE: dict[Any, Any] = {
 _WIDTH, _LEFT, _RIGHT, _EDGE = 11.0, 1.15, 0.85, 0.25
 _ROW, _PANEL, _GAP, _LEGEND = 0.125, 3.1, 0.6, 1.8
 _CELL_LEAST, _CELL_MOST, _LETTER_MOST = 0.085, 0.3, 0.5
-_CHARACTER = 0.078
+_CHARACTER, _SMALL_CHARACTER = 0.078, 0.06
 # Of a page of short tracks alone; and of a character of a position, and the space around it.
 _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
 # Columns of a heat map with upright names at most.
@@ -293,7 +293,8 @@ def _colour_bar(page: _Page, image: Any, panel: Heatmap, left: float, top: float
     if height > 1:
         bar.set_label(panel.label, fontsize=8)
     else:
-        axes.set_title(panel.label, fontsize=7, loc="left", pad=2)
+        # Beside a low bar it would reach beyond the page.
+        image.axes.set_title(panel.label, loc="left")
 
 
 def _track_lines(axes: Axes, panel: Lines, ends: Sequence[int], legend: bool) -> None:
@@ -351,29 +352,32 @@ def _beside(panels: Sequence[Panel]) -> _Block:
     widths = [usable * share / sum(shares) for share in shares]
     height = max(_panel_height(panel, width) for panel, width in zip(panels, widths, strict=True))
     names = [name for panel in panels if isinstance(panel, Heatmap) for name in _column_names(panel)]
-    below = max([0, *(_DIGIT * (len(name) - 2) for name in names)])
+    below = max([0, *(_SMALL_CHARACTER * len(name) - 0.3 for name in names)])
     if len(panels) == 1 and isinstance(panels[0], Scatter):
         height = 5.0
+    titles = [_wrapped(getattr(panel, "title", ""), width) for panel, width in zip(panels, widths, strict=True)]
+    head = 0.3 + 0.16 * max(title.count("\n") for title in titles)
 
     def draw(page: _Page, top: float) -> None:
         x = _EDGE
-        for panel, left, right, width in zip(panels, lefts, rights, widths, strict=True):
+        for panel, title, left, right, width in zip(panels, titles, lefts, rights, widths, strict=True):
             own = _panel_height(panel, width) if isinstance(panel, Heatmap | Bars) else height
             wide = own if isinstance(panel, Heatmap) and panel.square else width
             if isinstance(panel, Heatmap) and not panel.square:
                 wide = min(width, 0.24 * len(panel.columns))
-            axes = page.axes(x + left, top + 0.3, wide, own)
+            axes = page.axes(x + left, top + head, wide, own)
             page.placed.append(PlacedPanel(axes, panel))
+            axes.set_title(title, loc="left")
             _DRAW[type(panel)](axes, panel)
             if panel is panels[-1] and _has_legend(panel):
-                title = panel.group_label if isinstance(panel, Scatter) else ""
-                axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
+                about = panel.group_label if isinstance(panel, Scatter) else ""
+                axes.legend(title=about, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
             if isinstance(panel, Heatmap):
                 _heat_ticks(axes, panel)
-                _colour_bar(page, axes.collections[0], panel, x + left + wide + 0.12, top + 0.3, own)
+                _colour_bar(page, axes.collections[0], panel, x + left + wide + 0.12, top + head, own)
             x += left + width + right
 
-    return height + 0.3 + _GAP + below, draw
+    return head + height + _GAP + below, draw
 
 
 def _has_legend(panel: Panel) -> bool:
@@ -449,7 +453,7 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
         axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
     elif isinstance(panel.groups, np.ndarray):
         image = axes.scatter(panel.x, panel.y, c=panel.groups, cmap=SEQUENTIAL, **options)
-        axes.figure.colorbar(image, ax=axes, label=panel.group_label, fraction=0.05)
+        axes.figure.colorbar(image, ax=axes, label=panel.group_label, fraction=0.05).solids.set_alpha(1)
     else:
         for index, group in enumerate(dict.fromkeys(panel.groups)):
             chosen = np.array([one == group for one in panel.groups])
@@ -464,7 +468,6 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
     if panel.log_y:
         _log_ticks(axes)
     _point_labels(axes, panel)
-    axes.set_title(panel.title, loc="left")
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(alpha=0.25)
 
@@ -516,7 +519,8 @@ def _histogram(axes: Axes, panel: Histogram) -> None:
     axes.set(xlabel=panel.x_label, ylabel=panel.noun)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     if panel.marks:
-        axes.legend(loc="best")
+        # Above, since a line may be anywhere.
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
 
 
 def histogram_bins(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -532,8 +536,8 @@ def _bars(axes: Axes, panel: Bars) -> None:
     axes.set_ylim(len(panel.names) - 0.5, -0.5)
     axes.margins(x=0.18)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.spines["left"].set_visible(False)
 
 
@@ -554,6 +558,12 @@ def number_text(value: float) -> str:
 def _text(text: str) -> str:
     """Text as it is, without what matplotlib would take for the beginning of a formula."""
     return visible(" ".join(text.split())).replace("$", "\\$")
+
+
+def _wrapped(title: str, width: float) -> str:
+    """A title in lines that are as wide as its panel at most, inches."""
+    lines = [textwrap.wrap(line, max(20, int(width / _CHARACTER))) for line in title.splitlines()]
+    return "\n".join(_text(part) for parts in lines for part in parts)
 
 
 def _shortened(text: str, most: int) -> str:

@@ -12,6 +12,7 @@ from esm_turbo.pictures.ranking import matrix_sheet, ranking_sheet
 from esm_turbo.pictures.sheets import sheets_of
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.scoring.records import ScoringRun
+from esm_turbo.tasks.scoring.specificity import BackgroundFigures
 
 
 def test_the_best_are_in_order_with_their_residues(ranking) -> None:
@@ -42,6 +43,22 @@ def test_few_candidates_are_all_bars_and_need_no_histogram(ranking, count: int, 
     assert len(first[0].names) == 20 and [type(panel) for panel in second] == kinds
     alone = replace(few, scores={"full": scores["full"]}, agreement={})
     assert len(ranking_sheet(alone, "").layout) == (1 if count == 20 else 2)
+
+
+@pytest.mark.parametrize("contexts", [1, 9])
+def test_a_ranking_by_specificity_shows_specificity(ranking, contexts: int) -> None:
+    figures = [BackgroundFigures(-3.0 + 0.1 * index, 0.5, contexts) for index in range(24)]
+    scores = {
+        arm: one.with_background(dict(zip([s.candidate for s in one.scores[1:]], figures, strict=True)), "targets")
+        for arm, one in ranking.scores.items()
+    }
+    own = replace(ranking, scores=scores, sort_by="specificity")
+    (bars, _), (histogram, *_) = ranking_sheet(own, "").layout
+    assert bars.names == [own.candidates[index].id for index in own.ranking()[:20]]
+    name = "specificity_z" if contexts == 9 else "specificity"
+    assert bars.values.tolist() == [getattr(scores["full"].scores[index], name) for index in own.ranking()[:20]]
+    assert histogram.marks["best"] == bars.values[0] and histogram.x_label == bars.x_label
+    assert ("standard deviations" in bars.x_label) == (contexts == 9)
 
 
 def test_all_targets_are_together_on_the_first_sheet(ranking) -> None:

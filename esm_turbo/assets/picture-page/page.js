@@ -64,6 +64,12 @@ function download(text, type, name) {
   URL.revokeObjectURL(link.href);
 }
 
+// Four decimals, or three digits of what these would show as zero.
+function number(value) {
+  if (Number.isInteger(value)) return value;
+  return Math.abs(value) < 0.001 ? value.toPrecision(3) : value.toFixed(4);
+}
+
 function setUpTable(section, name, mark) {
   const { columns, rows, position } = read(section.querySelector("script.table"));
   const at = columns.indexOf(position);
@@ -106,7 +112,7 @@ function setUpTable(section, name, mark) {
       const row = document.createElement("tr");
       rows[index].forEach((value, column) => {
         const cell = row.appendChild(document.createElement("td"));
-        cell.textContent = value === null ? "" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : value;
+        cell.textContent = typeof value === "number" ? number(value) : value;
         cell.className = numeric[column] ? "number" : "";
         cell.title = cell.textContent;
       });
