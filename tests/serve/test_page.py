@@ -142,6 +142,63 @@ def test_peptides_are_ranked(page, turbo):
     assert errors(page) == []
 
 
+SECOND = "GSGSWKDLAEPLLKRRMK"
+BOTH = f">first of two\nMKTAYIAK\nQRQ\n>second\n{SECOND}\n"
+
+
+def run(page, tab, name, **fields):
+    """Fill in a tab, run it, and return the cells of its table."""
+    page.find_element("id", f"tab-{tab}").click()
+    for field, value in fields.items():
+        page.execute_script("arguments[0].value = arguments[1]", page.find_element("id", field), value)
+    page.find_element("id", f"run-{name}").click()
+    wait(lambda: page.find_element("id", f"run-{name}").is_enabled())
+    assert page.find_element("id", f"error-{name}").text == ""
+    return cells(page, name)
+
+
+def cells(page, name):
+    rows = page.find_elements("css selector", f"#table-{name} tbody tr")
+    return [[cell.text for cell in row.find_elements("tag name", "td")] for row in rows]
+
+
+def test_records_of_fasta_are_proteins_of_their_own(page):
+    run(page, "variants", "variants", protein=BOTH)
+    assert page.find_element("id", "title-variants").text == "209 substitutions of 11 residues"
+    choice = page.find_element("id", "which-variants")
+    assert choice.text.split() == ["first", "second"]
+    choice.find_elements("tag name", "option")[1].click()
+    assert (
+        page.find_element("id", "title-variants").text == f"{19 * len(SECOND)} substitutions of {len(SECOND)} residues"
+    )
+
+
+def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo):
+    peptides = ["GSGSWKDLAE", "PLLKRR", "HHHH"]
+    rows = run(page, "ranking", "ranking", target=BOTH, peptides="\n".join(peptides), background="targets")
+    found = [turbo.score(target, peptides).scores for target in ("MKTAYIAKQRQ", SECOND)]
+    expected = {
+        one.candidate: one.mean_log_probability - other.mean_log_probability for one, other in zip(*found, strict=True)
+    }
+    assert [row[1] for row in rows] == sorted(expected, key=expected.__getitem__, reverse=True)
+    assert [float(row[4]) for row in rows] == pytest.approx([expected[row[1]] for row in rows], abs=2e-3)
+    page.find_element("id", "again").click()
+    wait(lambda: len(cells(page, "ranking")[0]) == 7)
+    full = turbo.score("MKTAYIAKQRQ", peptides, refresh=11)
+    again = {row[1]: (float(row[5]), int(row[6])) for row in cells(page, "ranking")}
+    for rank, index in enumerate(full.ranking(), start=1):
+        assert again[peptides[index]] == (pytest.approx(full.scores[index].pseudo_perplexity, rel=1e-3), rank)
+
+
+def test_proteins_are_embedded_and_designed(page, turbo):
+    rows = run(page, "embedding", "embedding", sequences=BOTH)
+    assert [row[:2] for row in rows] == [["first", "11"], ["second", str(len(SECOND))]]
+    assert "preset" not in page.find_element("css selector", "#result-embedding .run").text
+    rows = run(page, "design", "design", scaffold="MKTXXIAK", samples="2", seed="3")
+    made = turbo.generate("MKT<mask><mask>IAK", num_return_sequences=2, seed=3)
+    assert [row[2] for row in rows] == made.sequences
+
+
 def test_a_wrong_residue_is_told_and_can_be_corrected(page):
     page.find_element("id", "protein").send_keys(">a header\nMKTA1IAK")
     page.find_element("id", "run-variants").click()

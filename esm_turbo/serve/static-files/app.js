@@ -66,7 +66,8 @@ function fillTable(table, columns, rows) {
 }
 
 function describe(run) {
-  return `${run.model} (weights ${run.fingerprint}), arm ${run.arm}, preset ${run.preset}, esm_turbo ${run.version}, ${run.device}`;
+  const preset = run.preset ? `, preset ${run.preset}` : "";
+  return `${run.model} (weights ${run.fingerprint}), arm ${run.arm}${preset}, esm_turbo ${run.version}, ${run.device}`;
 }
 
 // Runs one task of the page with its buttons, progress and errors. `work` gets a signal and a reporter of progress.
@@ -141,7 +142,7 @@ function showVariants(answer) {
     return item;
   }));
   const best = [...answer.variants].sort((a, b) => b.score - a.score).slice(0, 20);
-  fillTable($("table-variants"), [["variant", "sequence"], ["score", "number"]], best.map((one) => [one.variant, one.score.toFixed(3)]));
+  fillTable($("table-variants"), [["variant", "sequence"], ["score (nats)", "number"]], best.map((one) => [one.variant, one.score.toFixed(3)]));
 }
 
 // Candidates of an answer, best first by what the page sorts by; those without it come last.
@@ -161,10 +162,12 @@ function showRanking(answer) {
   const least = Math.min(...likelihoods);
   const largest = Math.max(...likelihoods) - least || 1;
   const specific = rows.some((one) => one.specificity != null);
-  const again = rows.some((one) => one.again != null);
+  const inSpreads = rows.some((one) => one.specificity_z != null);
+  const again = rows.some((one) => one.again);
   const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"], ["mean log p (nats per residue)", ""]];
-  if (specific) columns.push(["specificity (nats per residue)", "number"], ["specificity (s.d.)", "number"]);
-  if (again) columns.push(["pseudo-perplexity, target recomputed", "number"]);
+  if (specific) columns.push(["specificity (nats per residue)", "number"]);
+  if (inSpreads) columns.push(["specificity (s.d.)", "number"]);
+  if (again) columns.push(["pseudo-perplexity, target recomputed", "number"], ["likelihood rank among these", "number"]);
   fillTable($("table-ranking"), columns, rows.map((one, index) => {
     const bar = document.createElement("span");
     const figure = document.createElement("span");
@@ -172,8 +175,9 @@ function showRanking(answer) {
     bar.style.width = `${Math.round(4 + 96 * (one.mean_log_probability - least) / largest)}px`;
     figure.append(bar, fixed(one.mean_log_probability, 3));
     const values = [index + 1, one.candidate, fixed(one.pseudo_perplexity, 3), figure];
-    if (specific) values.push(fixed(one.specificity, 3), fixed(one.specificity_z, 2));
-    if (again) values.push(fixed(one.again, 3));
+    if (specific) values.push(fixed(one.specificity, 3));
+    if (inSpreads) values.push(fixed(one.specificity_z, 2));
+    if (again) values.push(fixed(one.again?.pseudo_perplexity, 3), one.again?.rank ?? "");
     return values;
   }));
   $("title-ranking").textContent = `${rows.length.toLocaleString("en")} peptides, best first`;
@@ -227,7 +231,7 @@ $("again").onclick = () => task("ranking", async (signal, report) => {
   const best = ranked(answers[chosen]).slice(0, 5);
   const body = { candidates: best.map((one) => one.candidate), refresh: limits.residues };
   const again = await stream(`/v1/contexts/${answers[chosen].context}/score`, body, signal, report);
-  again.candidates.forEach((one, index) => { best[index].again = one.pseudo_perplexity; });
+  again.candidates.forEach((one, index) => { best[index].again = one; });
   showRanking(answers[chosen]);
   return answers;
 });
