@@ -7,6 +7,8 @@ the model libraries when they run, so that `--help` is quick.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 import sys
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; None for those of the process.
     """
+    # Otherwise Python looks for garbage in all modules as it ends, which takes longer than what some commands do.
+    atexit.register(gc.freeze)
     try:
         interrupts.catch()
         code = run(sys.argv[1:] if arguments is None else arguments)

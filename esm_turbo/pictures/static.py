@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -452,8 +453,9 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
     if panel.groups is None:
         axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
     elif isinstance(panel.groups, np.ndarray):
-        image = axes.scatter(panel.x, panel.y, c=panel.groups, cmap=SEQUENTIAL, **options)
-        axes.figure.colorbar(image, ax=axes, label=panel.group_label, fraction=0.05).solids.set_alpha(1)
+        points = axes.scatter(panel.x, panel.y, c=panel.groups, cmap=SEQUENTIAL, **options)
+        colours = ScalarMappable(points.norm, SEQUENTIAL)
+        axes.figure.colorbar(colours, ax=axes, label=panel.group_label, fraction=0.05)
     else:
         for index, group in enumerate(dict.fromkeys(panel.groups)):
             chosen = np.array([one == group for one in panel.groups])

@@ -185,6 +185,8 @@ async def _answer(service: Service, request: Request, job: Job, render: Render, 
     if stream:
         return _Stream(service, job, render)
     future = asyncio.wrap_future(job.future)
+    # asyncio complains of errors that nobody took, as those of jobs whose client has left.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
     gone = asyncio.ensure_future(_client_left(request))
     try:
         await asyncio.wait({future, gone}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
