@@ -28,11 +28,11 @@ from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.files import StoreFiles, context_spec
-from esm_turbo.store.filling import Filling, StoredBatch
-from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.filling import Computed, Filling, StoredBatch
+from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.lookup import Lookup
 from esm_turbo.store.partitions import FORMAT_VERSION
-from esm_turbo.store.requests import PrefillRequest, context_requests, deduplicate, key_of_tokens
+from esm_turbo.store.requests import PrefillRequest, context_requests, deduplicate, request_of_tokens
 from esm_turbo.store.usage import Usage, rates
 from esm_turbo.tasks.common.context_sources import FoundContexts
 from esm_turbo.tasks.common.contexts import prefill_wanted
@@ -134,14 +134,8 @@ class ContextStore:
         Raises:
             ValueError: a sequence is invalid, or the store belongs to another model.
         """
-        with self._mutex:
-            requests = context_requests(turbo, sequences, total_tokens, total_masks)
-            spec = context_spec(turbo)
-            partition = self._files.partition(spec)
-            found = [self._lookup.find(partition, one.key, turbo.model.device) for one in requests]
-            for _ in range(found.count(None)):
-                self._usage.count("missed")
-            return [None if context is None else context.clone().cache(spec) for context in found]
+        requests = context_requests(turbo, sequences, total_tokens, total_masks)
+        return self._find(turbo, [one.key for one in requests], count_missed=True)
 
     def load(self, turbo: ContextModel, key: str) -> TurboKVCache | None:
         """Looks a context up by its key, see `context_key`; a cache of one row on the model's device, or None.
@@ -153,13 +147,7 @@ class ContextStore:
         """
         if _KEY.fullmatch(key) is None:
             return None
-        with self._mutex:
-            spec = context_spec(turbo)
-            context = self._lookup.find(self._files.partition(spec), key, turbo.model.device)
-            if context is None:
-                self._usage.count("missed")
-                return None
-            return context.clone().cache(spec)
+        return self._find(turbo, [key], count_missed=True)[0]
 
     def get_or_prefill(
         self,
@@ -226,30 +214,27 @@ class ContextStore:
         unique = deduplicate(requests)
         spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
         done: set[int] = set()
-        entries: dict[str, tuple[str, str]] = {}
+        # Of contexts in memory, partitions tell the kinds apart; what is not stored is not found again.
+        name = uuid.uuid4().hex
         try:
             with self._mutex:
-                partition = self._files.partition(spec)
-                for index, one in enumerate(unique if partition is not None else ()):
-                    assert partition is not None
-                    entry = partition.name, one.key
-                    if hold.add(entry, device):
-                        self._usage.count("device")
-                    elif (context := self._lookup.find(partition, one.key, device)) is not None:
-                        self._lookup.hold(hold, entry, context, device)
-                    else:
-                        continue
-                    done.add(index)
-                    entries[one.key] = entry
+                if (partition := self._files.partition(spec)) is not None:
+                    name = partition.name
+                for index, one in enumerate(unique):
+                    found = self._lookup.find_held(hold, partition, one.key, device)
+                    if isinstance(found, FlatContext):
+                        raise self._lookup.no_room(found)
+                    if found:
+                        done.add(index)
+            entries = {one.key: (name, one.key) for one in unique}
             for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
                 with self._mutex:
                     self._usage.count("missed", len(filled.requests))
                     partition = self._files.partition(spec)
-                    # What is not stored is not found again: of contexts in memory, partitions tell the kinds apart.
-                    name = uuid.uuid4().hex if partition is None else partition.name
                     for key, context in filled.contexts.items():
-                        entries[key] = name, key
-                        self._lookup.hold(hold, entries[key], context, device)
+                        entries[key] = name if partition is None else partition.name, key
+                        if not self._lookup.try_hold(hold, entries[key], context, device):
+                            raise self._lookup.no_room(context)
             with self._mutex:
                 return hold.contexts([entries[one.key] for one in requests], spec)
         except BaseException:
@@ -271,10 +256,18 @@ class ContextStore:
         Raises:
             ValueError: the store belongs to another model.
         """
+        return self._find(turbo, [request_of_tokens(turbo, ids).key for ids in token_ids], config)
+
+    def _find(
+        self, turbo: ContextModel, keys: Sequence[str], config: TurboConfig | None = None, *, count_missed: bool = False
+    ) -> list[TurboKVCache | None]:
+        """The contexts of keys, under the model's own preset or other options; None for those that are not there."""
+        spec, device = context_spec(turbo, config), turbo.model.device
         with self._mutex:
-            spec, device = context_spec(turbo, config), turbo.model.device
             partition = self._files.partition(spec)
-            found = (self._lookup.find(partition, key_of_tokens(turbo, ids), device) for ids in token_ids)
+            found = [self._lookup.find(partition, key, device) for key in keys]
+            if count_missed:
+                self._usage.count("missed", found.count(None))
             return [None if context is None else context.clone().cache(spec) for context in found]
 
     def keep(
@@ -296,19 +289,13 @@ class ContextStore:
             self._usage.count("missed", len(token_ids))
         if self.read_only:
             return
-        spec, device = context_spec(turbo, config), turbo.model.device
+        spec = context_spec(turbo, config)
         if difference := cache.identity.difference(spec.identity):
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
-        rows = cache.cut([len(ids) for ids in token_ids])
-        contexts = {key_of_tokens(turbo, ids): FlatContext.of(row) for ids, row in zip(token_ids, rows, strict=True)}
-        with self._mutex, self._files.writing(spec) as partition:
-            for key, context in contexts.items():
-                # Another process may have written it meanwhile.
-                if self._lookup.read(partition, key) is None:
-                    partition.write_context(key, context)
-                    self._lookup.add((partition.name, key), context, device)
-            self._usage.flush()
-            self._usage.compact()
+        requests = [request_of_tokens(turbo, ids) for ids in token_ids]
+        rows = FlatBatch.of(cache, [one.tokens for one in requests])
+        computed = Computed([one.key for one in requests], rows)
+        Filling(self._files, self._lookup, self._mutex, spec, turbo.model.device, lambda _: [computed]).store(requests)
 
     def hold_found(self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig) -> FoundContexts:
         """Holds those contexts of exactly these tokens that are in the store, as `hold` does, and computes none.
@@ -323,28 +310,25 @@ class ContextStore:
         Raises:
             ValueError: the store belongs to another model.
         """
-        with self._mutex:
-            spec, device, hold = context_spec(turbo, config), turbo.model.device, self._lookup.pool.hold()
-            partition = self._files.partition(spec)
-            entries: dict[int, tuple[str, str]] = {}
-            copied: dict[int, TurboKVCache] = {}
-            try:
+        spec, device, hold = context_spec(turbo, config), turbo.model.device, self._lookup.pool.hold()
+        entries: dict[int, tuple[str, str]] = {}
+        copied: dict[int, TurboKVCache] = {}
+        try:
+            with self._mutex:
+                partition = self._files.partition(spec)
                 for number, ids in enumerate(token_ids if partition is not None else ()):
                     assert partition is not None
-                    entry = partition.name, key_of_tokens(turbo, ids)
-                    if hold.add(entry, device):
-                        self._usage.count("device")
-                    elif (context := self._lookup.find(partition, entry[1], device)) is None:
-                        continue
-                    elif not self._lookup.try_hold(hold, entry, context, device):
-                        copied[number] = context.clone().cache(spec)
-                        continue
-                    entries[number] = entry
+                    key = request_of_tokens(turbo, ids).key
+                    found = self._lookup.find_held(hold, partition, key, device)
+                    if isinstance(found, FlatContext):
+                        copied[number] = found.clone().cache(spec)
+                    elif found:
+                        entries[number] = partition.name, key
                 held = hold.contexts(entries.values(), spec) if entries else None
-            except BaseException:
-                hold.release()
-                raise
-            return FoundContexts(held, tuple(entries), copied)
+                return FoundContexts(held, tuple(entries), copied)
+        except BaseException:
+            hold.release()
+            raise
 
     def get_or_compute(
         self,
@@ -402,9 +386,8 @@ class ContextStore:
         report = progress or silent
         requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
         spec = context_spec(turbo)
-        with self._mutex:
-            done = self._done(spec, requests, report)
-            self._files.sweep_once()
+        done = self._done(spec, requests, report)
+        self._files.sweep_once()
         residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
         report("prefill", 0, total)
         computed = 0
@@ -439,8 +422,7 @@ class ContextStore:
         def missing() -> Iterator[Sequence[PrefillRequest]]:
             for batch in batches:
                 requests = deduplicate(context_requests(turbo, batch))
-                with self._mutex:
-                    done = self._done(spec, requests, silent)
+                done = self._done(spec, requests, silent)
                 own = [one for index, one in enumerate(requests) if index not in done]
                 # Of the caller of this method, beyond what fills the store.
                 warn_if_long((one.tokens - 1 for one in own), turbo.model.family, stacklevel=5)
@@ -455,14 +437,16 @@ class ContextStore:
 
     def _done(self, spec: ContextSpec, requests: Sequence[PrefillRequest], report: Progress) -> set[int]:
         """Indices of the contexts that are in the store, undamaged."""
-        partition = self._files.partition(spec)
+        with self._mutex:
+            partition = self._files.partition(spec)
         if self._files.is_unfinished():
-            with self._files.locked():
+            with self._files.locked(), self._mutex:
                 self._files.discard_unfinished()
         done: set[int] = set()
         for index, one in enumerate(requests):
-            if self._lookup.read(partition, one.key) is not None:
-                done.add(index)
+            with self._mutex:
+                if self._lookup.read(partition, one.key) is not None:
+                    done.add(index)
             if done:
                 report("check", index + 1, len(requests))
         return done
@@ -474,10 +458,9 @@ class ContextStore:
             ValueError: another process holds the store's lock for too long.
             OSError: a file cannot be removed.
         """
-        with self._mutex:
-            if self.folder.exists():
-                with self._files.locked():
-                    self._files.remove_temporaries()
+        if self.folder.exists():
+            with self._files.locked():
+                self._files.remove_temporaries()
 
     def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
         """Number of sequences whose contexts have no file; what is in the files is not read."""

@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -20,9 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache, context_store
 from esm_turbo.cli import app as cli
@@ -33,11 +30,9 @@ from esm_turbo.files.artifacts import read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError, only_writer
 from esm_turbo.store import files as store_files
 from esm_turbo.store import filling, partitions
-from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.partitions import FORMAT_VERSION
 from esm_turbo.store.requests import context_requests
-from esm_turbo.store.tiers import Tier
-from esm_turbo.store.usage import USAGE_FILE, Usage
+from esm_turbo.store.usage import USAGE_FILE
 from esm_turbo.tasks.common.forwards import prefill_ids
 
 DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
@@ -88,16 +83,8 @@ def assert_same(cache, expected):
 
 
 def entries(folder):
-    """Digests of the contents of a store's files, by name; the order in their headers is random."""
-    found = {}
-    for path in sorted(Path(folder).rglob("*.safetensors")):
-        digest = hashlib.sha256()
-        with safe_open(path, framework="numpy") as file:
-            digest.update(json.dumps(file.metadata(), sort_keys=True).encode())
-            for name in sorted(file.keys()):
-                digest.update(name.encode() + file.get_tensor(name).tobytes())
-        found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
+    """A store's files by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*.safetensors")}
 
 
 def contexts(folder):
@@ -131,7 +118,7 @@ def test_it_returns_what_prefill_returns(tiny, tmp_path, prefilled, preset):
 
 
 def test_contexts_of_any_tokens_are_computed_once(compressed, tmp_path):
-    store, exact = ContextStore(tmp_path), TurboConfig.from_preset("exact")
+    store, exact, own = ContextStore(tmp_path), TurboConfig.from_preset("exact"), compressed.model.esm.turbo_config
     codes, computed = compressed.codes, []
     rows = [[codes.cls, 5, 6, codes.mask, codes.eos], [codes.cls, 5, 6, codes.mask]]
 
@@ -144,41 +131,17 @@ def test_contexts_of_any_tokens_are_computed_once(compressed, tmp_path):
 
     for opened in (store, store, ContextStore(tmp_path)):
         for row in rows:
-            for arm, config in (("frozen", exact), ("turbo", compressed.model.esm.turbo_config)):
+            for arm, config in (("frozen", exact), ("turbo", own)):
                 cache = opened.get_or_compute(compressed, row, config, compute(row, arm))
                 assert_same(cache, prefill_ids(compressed, row, arm))
                 # A copy: the next look-up finds all of it.
                 cache.crop(2)
     assert computed == [rows[0], rows[0], rows[1], rows[1]]
     assert usage(store, "missed") == (4,)
-
-
-def test_a_plain_context_is_the_same_by_tokens_and_by_sequence(compressed, tmp_path):
-    store = ContextStore(tmp_path)
+    # A plain context is the same by tokens and by sequence.
     cache = store.get_or_prefill(compressed, "MKTAY")
-    ids = cache.token_ids[0].tolist()
-    found = store.get_or_compute(compressed, ids, compressed.model.esm.turbo_config, lambda: pytest.fail("computed"))
+    found = store.get_or_compute(compressed, cache.token_ids[0].tolist(), own, lambda: pytest.fail("computed"))
     assert_same(found, cache)
-
-
-def test_a_read_only_store_computes_any_tokens_without_storing(compressed, tmp_path):
-    config, row = compressed.model.esm.turbo_config, [compressed.codes.cls, 5, 6]
-    ContextStore(tmp_path).get_or_prefill(compressed, "MKT")
-    before = contexts(tmp_path)
-    store = ContextStore(tmp_path, read_only=True)
-    cache = store.get_or_compute(compressed, row, config, lambda: prefill_ids(compressed, row, "turbo"))
-    assert_same(cache, prefill_ids(compressed, row, "turbo"))
-    assert contexts(tmp_path) == before
-
-
-def test_the_model_is_checked_before_anything_is_looked_up(tiny, tmp_path):
-    store = ContextStore(tmp_path)
-    # A store without contexts belongs to no model yet.
-    store.check_model(tiny(seed=1))
-    store.get_or_prefill(tiny(), "MKT")
-    store.check_model(tiny())
-    with pytest.raises(ValueError, match="holds contexts of another model"):
-        ContextStore(tmp_path).check_model(tiny(seed=1))
 
 
 def test_order_repeats_and_spelling(compressed, tmp_path, prefilled):
@@ -294,19 +257,24 @@ def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
 
 def test_another_model_is_refused(tiny, tmp_path):
     store = ContextStore(tmp_path)
+    # A store without contexts belongs to no model yet.
+    store.check_model(tiny(seed=1))
     store.get_or_prefill(tiny(), "MKTAY")
+    store.check_model(tiny())
     before = entries(tmp_path)
     for other, message in (
         (tiny(seed=1), "contexts of another model"),
         (tiny(layers=3), "2 layers x 4 heads x 16.*the model has 3 layers"),
     ):
         for opened in (store, ContextStore(tmp_path)):
-            with pytest.raises(ValueError, match=message):
-                opened.get_or_prefill(other, "MKTAY")
-            with pytest.raises(ValueError, match=message):
-                opened.get(other, "MKTAY")
-            with pytest.raises(ValueError, match=message):
-                opened.add(other, "MKTAY")
+            for use in (
+                opened.get_or_prefill,
+                opened.get,
+                opened.add,
+                lambda turbo, _, it=opened: it.check_model(turbo),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    use(other, "MKTAY")
     assert entries(tmp_path) == before
 
 
@@ -393,16 +361,14 @@ def test_contexts_need_a_calibration(turbo, tiny_model, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def flip(path):
+def flip(path, at=-100):
     content = bytearray(path.read_bytes())
-    content[-100] ^= 1
+    content[at] ^= 1
     path.write_bytes(content)
 
 
 def flip_header(path):
-    content = bytearray(path.read_bytes())
-    content[200] ^= 1
-    path.write_bytes(content)
+    flip(path, 200)
 
 
 def cut(path):
@@ -431,42 +397,24 @@ def plant_folder(path):
 
 @pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite, plant_folder])
 def test_a_damaged_context_is_reported_and_computed_again(compressed, tmp_path, prefilled, caplog, damage):
-    ContextStore(tmp_path).get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
-    expected = entries(tmp_path)
-    [path] = [one for one in contexts(tmp_path) if read_artifact(one, "context", FORMAT_VERSION)[0]["data"].numel()][:1]
-    sequence = "MKTAYIAK" if bytes(_tokens_in(path)) == bytes(_tokens(compressed, "MKTAYIAK")) else "GSGSWKDL"
+    sequences = ["MKTAYIAK", "GSGSWKDL"]
+    ContextStore(tmp_path).get_or_prefill(compressed, sequences, toks_per_batch=1)
+    expected, key = entries(tmp_path), context_key(compressed, "MKTAYIAK")
+    [path] = [one for one in contexts(tmp_path) if one.stem == key]
+    good = path.read_bytes()
     damage(path)
-    assert entries_or_none(tmp_path) != expected
+    assert path.is_dir() or path.read_bytes() != good
     store = ContextStore(tmp_path)
     prefilled.clear()
     with caplog.at_level(logging.WARNING, "esm_turbo"):
-        assert [cache is None for cache in store.get(compressed, ["MKTAYIAK", "GSGSWKDL"])].count(True) == 1
-        cache = store.get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
-    assert prefilled == [[sequence]]
+        assert [cache is None for cache in store.get(compressed, sequences)] == [True, False]
+        cache = store.get_or_prefill(compressed, sequences, toks_per_batch=1)
+    assert prefilled == [["MKTAYIAK"]]
     [record] = caplog.records
     assert str(path) in record.getMessage() and "it is computed again" in record.getMessage()
-    assert_same(cache.select([0]), compressed.prefill("MKTAYIAK"))
-    assert_same(cache.select([1]), compressed.prefill("GSGSWKDL"))
+    assert_same(cache, TurboKVCache.cat([compressed.prefill(sequence) for sequence in sequences]))
     assert entries(tmp_path) == expected
     assert usage(store, "damaged") == (1,)
-
-
-def _tokens(turbo, sequence):
-    return [turbo.codes.cls, *turbo.codes.encode(sequence, "")]
-
-
-def _tokens_in(path):
-    tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
-    context = FlatContext.from_description(tensors["data"], metadata["layout"])
-    [part] = [part for part in context.parts if part.name == "token_ids"]
-    return context.buffer[part.start : part.start + part.nbytes].tolist()
-
-
-def entries_or_none(folder):
-    try:
-        return entries(folder)
-    except (SafetensorError, OSError):
-        return None
 
 
 def test_every_byte_of_a_context_is_checked(tiny, tmp_path):
@@ -590,8 +538,9 @@ def tiny_folder(tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 4])
-def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after):
+@pytest.mark.parametrize(("after", "writers"), [(0, 1), (1, 1), (2, 1), (4, 1), (0, 2), (3, 2), (3, 8)])
+def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after, writers):
+    monkeypatch.setattr(filling, "_writers", lambda _: writers)
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
     before = entries(tmp_path)
@@ -607,49 +556,15 @@ def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after):
     with monkeypatch.context() as patch:
         patch.setattr(artifacts, "save_file", little_room)
         with pytest.raises(OSError, match=r"[0-9a-f]{64}.safetensors: cannot be written \(.*No space left") as caught:
-            store.get_or_prefill(compressed, proteins(5))
+            store.get_or_prefill(compressed, proteins(20))
     assert "\n" not in str(caught.value)
+    # After the failure, no thread begins another file.
+    assert len(writes) <= after + writers
     # The batch as a whole is missing.
     assert entries(tmp_path) == before
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
-    assert store.get_or_prefill(compressed, proteins(5)).batch_size == 5
+    assert store.get_or_prefill(compressed, proteins(20)).batch_size == 20
     assert_same(store.get_or_prefill(compressed, "MKTAY"), compressed.prefill("MKTAY"))
-
-
-@pytest.mark.parametrize("writers", [1, 2, 8])
-def test_contexts_are_written_side_by_side(compressed, tmp_path, monkeypatch, writers):
-    ContextStore(tmp_path).add(compressed, proteins(20), toks_per_batch=1)
-    whole = entries(tmp_path)
-    [partition] = store_files.StoreFiles(tmp_path).partitions()
-    keys = [path.stem for path in contexts(tmp_path)]
-    stored = [(key, partition.read_context(key)) for key in keys]
-    others = replace(partition, folder=tmp_path / "other" / partition.name)
-    others.write()
-    with others.staging() as staging:
-        staging.write_all(iter(stored), writers)
-        assert {path.stem for path in staging.folder.iterdir()} == set(keys)
-        for key in keys:
-            staging.publish(key)
-    assert entries(tmp_path / "other") == {name: one for name, one in whole.items() if "/" in name}
-    # Where one fails, others may have been written, but nothing is any more.
-    original, written = artifacts.save_file, []
-
-    def little_room(saved, path, metadata):
-        written.append(path)
-        if len(written) > 5:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        original(saved, path, metadata=metadata)
-
-    monkeypatch.setattr(artifacts, "save_file", little_room)
-    taken = []
-    no_room = pytest.raises(OSError, match=r"[0-9a-f]{64}.safetensors: cannot be written \(.*No space left")
-    with no_room, others.staging() as staging:
-        try:
-            staging.write_all((taken.append(key) or (key, context) for key, context in stored), writers)
-        finally:
-            count = len(written)
-    assert len(written) == count <= len(taken) < 20
-    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
 @pytest.fixture
@@ -726,8 +641,6 @@ def test_given_batches_are_added_one_ahead(compressed, tmp_path, prefilled, monk
     assert list(store.add_batches(compressed, whole)) == [0, 0, 0, 0]
     assert entries(tmp_path / "store").keys() == entries(tmp_path / "whole").keys()
     assert list(store.add_batches(compressed, [])) == []
-    with pytest.raises(ValueError, match="opened with `read_only`"):
-        next(ContextStore(tmp_path / "store", read_only=True).add_batches(compressed, whole))
 
 
 def test_batches_that_do_not_fit_are_reported_and_the_others_stored(compressed, tmp_path, monkeypatch, ahead):
@@ -1010,26 +923,18 @@ def test_threads_share_a_store(compressed, tmp_path):
     store = ContextStore(tmp_path, host_bytes=1 << 14)
     sequences = proteins(6)
     expected = {sequence: compressed.prefill(sequence) for sequence in sequences}
-    failures = []
 
     def work(seed):
-        order = random.Random(seed).sample(sequences, len(sequences))
-        try:
-            for sequence in order * 2:
-                assert_same(store.get_or_prefill(compressed, sequence), expected[sequence])
-        except BaseException as error:
-            failures.append(error)
+        for sequence in random.Random(seed).sample(sequences, len(sequences)) * 2:
+            assert_same(store.get_or_prefill(compressed, sequence), expected[sequence])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 @pytest.mark.parametrize("method", ["get_or_prefill", "hold", "add"])
-def test_readers_do_not_wait_for_what_is_computed(compressed, tmp_path, monkeypatch, method):
+def test_nobody_waits_for_what_is_computed(compressed, tmp_path, monkeypatch, method):
+    """Neither readers of the same object nor another process that writes."""
     store = ContextStore(tmp_path)
     store.add(compressed, "MKTAY")
     began, go_on = threading.Event(), threading.Event()
@@ -1047,11 +952,38 @@ def test_readers_do_not_wait_for_what_is_computed(compressed, tmp_path, monkeypa
             assert began.wait(60)
             for use in (store.get, store.get_or_prefill, store.hold):
                 assert pool.submit(use, compressed, "MKTAY").result(30) is not None
-            assert not computing.done()
+            with only_writer(tmp_path, timeout=0, keep=True):
+                assert not computing.done()
         finally:
             go_on.set()
         computing.result(60)
     assert store.get(compressed, "GSGSG")[0] is not None
+
+
+@pytest.mark.parametrize("method", ["get_or_prefill", "hold", "add", "keep"])
+def test_readers_do_not_wait_while_another_process_writes(compressed, tmp_path, method):
+    store = ContextStore(tmp_path)
+    config, ids = compressed.model.esm.turbo_config, [compressed.codes.cls, 5, 6]
+    store.add(compressed, "MKTAY")
+    arguments = (compressed, "GSGSG")
+    if method == "keep":
+        arguments = compressed, [ids], prefill_ids(compressed, ids, "turbo"), config
+    waiting = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        with only_writer(tmp_path, keep=True):
+            original = store._files.locked
+
+            def locked():
+                waiting.set()
+                return original()
+
+            store._files.locked = locked
+            writing = pool.submit(getattr(store, method), *arguments)
+            assert waiting.wait(60)
+            assert pool.submit(store.get, compressed, "MKTAY").result(30)[0] is not None
+            assert not writing.done()
+        writing.result(60)
+    assert len(contexts(tmp_path)) == 2
 
 
 def test_read_only(compressed, tmp_path, prefilled):
@@ -1062,8 +994,12 @@ def test_read_only(compressed, tmp_path, prefilled):
     cache = store.get_or_prefill(compressed, ["MKTAY", "GSGS"])
     assert prefilled == [["GSGS"]]
     assert_same(cache.select([1]), compressed.prefill("GSGS"))
-    with pytest.raises(ValueError, match="read_only"):
-        store.add(compressed, "GSGS")
+    config, row = compressed.model.esm.turbo_config, [compressed.codes.cls, 5, 6]
+    expected = prefill_ids(compressed, row, "turbo")
+    assert_same(store.get_or_compute(compressed, row, config, lambda: prefill_ids(compressed, row, "turbo")), expected)
+    for add in (store.add, lambda *arguments: next(store.add_batches(*arguments))):
+        with pytest.raises(ValueError, match="opened with `read_only`"):
+            add(compressed, ["GSGS"])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != USAGE_FILE} == before
 
 
@@ -1121,40 +1057,32 @@ def test_a_budget_is_kept(compressed, tmp_path):
             assert store.info()["memory"]["host"]["bytes"] <= max(sizes) + min(sizes)
     memory = store.info()["memory"]["host"]
     assert memory["contexts"] >= 1 and memory["evicted"] > 0
+    # The largest alone, and nothing.
+    largest = ContextStore(tmp_path, host_bytes=max(sizes) // 2)
+    largest.get(compressed, sequences[-1])
     nothing = ContextStore(tmp_path, host_bytes=0)
     assert_same(nothing.get_or_prefill(compressed, sequences[0]), compressed.prefill(sequences[0]))
-    assert nothing.info()["memory"]["host"] == {"budget": 0, "bytes": 0, "contexts": 0, "evicted": 0}
+    for one in (largest, nothing):
+        memory = one.info()["memory"]["host"]
+        assert (memory["bytes"], memory["contexts"], memory["evicted"]) == (0, 0, 0)
 
 
-def context_of(nbytes, mark=0):
-    return FlatContext(torch.full((nbytes,), mark, dtype=torch.uint8), ())
-
-
-@given(
-    budget=st.integers(0, 40),
-    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(1, 30)), max_size=40),
-)
-def test_a_tier_is_least_recently_used(budget, steps):
-    tier, model = Tier(budget), []
-    for puts, name, size in steps:
-        key = ("shelf", str(name))
-        if puts:
-            tier.put(key, context_of(size, name))
-            model = [entry for entry in model if entry[0] != key]
-            if size <= budget:
-                model.append((key, size))
-                while sum(nbytes for _, nbytes in model) > budget:
-                    model.pop(0)
-        else:
-            found = tier.get(key)
-            assert (found is not None) == (key in dict(model))
-            if found is not None:
-                assert int(found.buffer[0]) == name
-                model.append(model.pop([entry[0] for entry in model].index(key)))
-        assert tier.nbytes == sum(nbytes for _, nbytes in model) <= budget
-        assert len(tier) == len(model)
-    for key, _ in model:
-        assert tier.get(key) is not None
+def test_the_least_recently_used_is_evicted(compressed, tmp_path):
+    sequences = ["MKTAYIAK", "GSGSWKDL", "ACDEFGHI", "LMNPQRST"]
+    ContextStore(tmp_path).add(compressed, sequences)
+    store = ContextStore(tmp_path)
+    store.get(compressed, sequences[0])
+    size = store.info()["memory"]["host"]["bytes"]
+    store = ContextStore(tmp_path, host_bytes=3 * size)
+    in_memory = []
+    for turn in random.Random(0).choices(range(4), k=40):
+        before = usage(store, "host", "disk")
+        store.get(compressed, sequences[turn])
+        found = tuple(after - once for after, once in zip(usage(store, "host", "disk"), before, strict=True))
+        assert found == ((1, 0) if turn in in_memory else (0, 1))
+        in_memory = [*(one for one in in_memory if one != turn), turn][-3:]
+        memory = store.info()["memory"]["host"]
+        assert (memory["bytes"], memory["contexts"]) == (size * len(in_memory), len(in_memory))
 
 
 def test_counts_survive_damaged_lines_and_are_added_up(compressed, tmp_path):
@@ -1177,15 +1105,10 @@ def test_counts_survive_damaged_lines_and_are_added_up(compressed, tmp_path):
 
 
 def test_no_counts_where_there_is_no_store(compressed, tmp_path):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    store = ContextStore(folder)
+    store = ContextStore(tmp_path)
     store.get(compressed, "MKTAY")
     store.close()
-    counts = Usage(folder)
-    counts.count("missed")
-    counts.flush()
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_counts_are_written_when_a_store_is_garbage_collected(compressed, tmp_path):

@@ -130,35 +130,15 @@ def held_temporaries(parent: Path, name: str) -> Iterator[Path]:
     """Yield the temporary folders of this name that a living process keeps locked; none where locks do not work."""
     for path in parent.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
-        if found is not None and found["name"] == name and _is_locked(path):
+        if found is None or found["name"] != name:
+            continue
+        try:
+            claim = _lock(path)
+        except _TakenError:
             yield path
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        # Imported here because Windows lacks it.
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (OSError, ImportError):
-        pass
-    finally:
-        os.close(handle)
-    return False
-
-
-def _claim(path: Path) -> int | None:
-    """As `_lock`, and None too if another process holds or removed it."""
-    try:
-        return _lock(path)
-    except _TakenError:
-        return None
+        else:
+            if claim is not None:
+                os.close(claim)
 
 
 def _lock(path: Path) -> int | None:
@@ -205,7 +185,8 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
         NotWritableError: it cannot be created there.
         ValueError: its lock file is a symbolic link.
     """
-    # Imported here because it loads asyncio, which `--help` does not need.
+    # Imported here because it loads asyncio, which `--help` does not need. Before 3.21 it took the lock of a file that
+    # another process had just removed.
     from filelock import FileLock, Timeout
 
     folder = Path(folder)
@@ -283,13 +264,14 @@ def remove_temporaries(folder: str | os.PathLike[str], name: str | None = None) 
         found = _TEMPORARY.fullmatch(path.name)
         if found is None or name not in (None, found["name"]):
             continue
-        claim = _claim(path)
-        if claim is not None:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-            os.close(claim)
+        with contextlib.suppress(_TakenError):
+            claim = _lock(path)
+            if claim is not None:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+                os.close(claim)
 
 
 def refuse_links(path: Path, root: Path) -> None:

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ class StoreFiles:
     def __init__(self, folder: Path, timeout: float = 60.0) -> None:
         self.folder = folder
         self.timeout = timeout
+        self._writing = threading.RLock()
         self._swept = False
         self._partitions: dict[str, Partition] = {}
         self._reported: set[str] = set()
@@ -99,28 +101,13 @@ class StoreFiles:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets one process at a time write, for the duration of the block.
+        """Lets one process at a time write, and one of its threads, for the duration of the block.
 
         Raises:
             FolderBusyError: (a ValueError) another process was writing for all of `timeout`.
         """
-        with only_writer(self.folder, timeout=self.timeout, keep=True):
+        with self._writing, only_writer(self.folder, timeout=self.timeout, keep=True):
             yield
-
-    @contextlib.contextmanager
-    def writing(self, spec: ContextSpec) -> Iterator[Partition]:
-        """Holds the lock during the block; what killed writers left is removed, and there is a partition.
-
-        Raises:
-            ValueError: the store belongs to another model.
-            FolderBusyError: as of `locked`.
-            OSError: writing failed, for example because the disk is full.
-        """
-        with self.locked():
-            partition = self.make_partition(spec)
-            self.sweep_once()
-            self.discard_unfinished()
-            yield partition
 
     @contextlib.contextmanager
     def claim(self, keys: Sequence[str]) -> Iterator[None]:
@@ -156,30 +143,35 @@ class StoreFiles:
         if self.header is None:
             return None
         self.header.check(spec, self.folder)
-        # Known partitions come first: they need no access to the folder.
-        for partition in itertools.chain(list(self._partitions.values()), self.partitions()):
-            if partition.matches(spec):
-                return partition
-        return None
+        return self.like(Partition.of(self.folder, spec))
 
-    def make_partition(self, spec: ContextSpec) -> Partition:
-        """Finds or creates the partition of contexts of this kind; only for the writer.
+    def like(self, wanted: Partition) -> Partition | None:
+        """Finds the partition of contexts of the same kind as those of another one, perhaps of another store."""
+        # Known partitions come first: they need no access to the folder.
+        known = itertools.chain(list(self._partitions.values()), self.partitions())
+        return next((one for one in known if one.is_like(wanted)), None)
+
+    def prepare(self, spec: ContextSpec) -> Partition:
+        """Finds or creates the partition of contexts of this kind, and removes what killed writers left.
+
+        Only for the writer.
 
         Raises:
             ValueError: the store belongs to another model.
             OSError: writing failed, for example because the disk is full.
         """
         partition, has_header = self.partition(spec), (self.folder / STORE_FILE).exists()
-        if partition is not None and has_header and partition.folder.exists():
-            return partition
         # The store is new, or somebody has removed it, in whole or in part, while it was in use.
         if not has_header:
             header = StoreHeader(spec.model, spec.geometry, spec.identity)
             header.write(self.folder / STORE_FILE)
             self.header = header
-        partition = partition or Partition.of(self.folder, spec)
-        partition.write()
-        self._partitions[partition.name] = partition
+        if partition is None or not (has_header and partition.folder.exists()):
+            partition = partition or Partition.of(self.folder, spec)
+            partition.write()
+            self._partitions[partition.name] = partition
+        self.sweep_once()
+        self.discard_unfinished()
         return partition
 
     def partitions(self) -> Iterator[Partition]:
@@ -195,10 +187,6 @@ class StoreFiles:
                         _log.warning("%s; its contexts are ignored until it is written again", error)
                     continue
             yield self._partitions[name]
-
-    def like(self, other: Partition) -> Partition | None:
-        """Finds the partition of contexts of the same kind as those of another store; None if there is none."""
-        return next((own for own in self.partitions() if own.is_like(other)), None)
 
     @contextlib.contextmanager
     def batch(self, partition: Partition, keys: Sequence[str]) -> Iterator[None]:

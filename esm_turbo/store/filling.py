@@ -51,9 +51,8 @@ class _PendingBatch(NamedTuple):
         requests: the batch.
         partition: of the contexts.
         found: by key, those that were there.
-        missing: keys of the others.
-        computed: what was computed.
-        staging: where they are written; None if none is missing.
+        computed: by key, the others.
+        staging: where they are written; None if none was missing.
         written: waits until they are, and raises what stopped that.
         claim: on the missing ones, ends with it.
     """
@@ -61,8 +60,7 @@ class _PendingBatch(NamedTuple):
     requests: Sequence[PrefillRequest]
     partition: Partition
     found: dict[str, FlatContext]
-    missing: Sequence[str]
-    computed: Sequence[Computed]
+    computed: dict[str, FlatContext]
     staging: Staging | None
     written: Callable[[], None]
     claim: contextlib.ExitStack
@@ -75,7 +73,8 @@ class Filling:
     Args:
         files: of the store.
         lookup: likewise.
-        mutex: held while a batch is looked up, and while it is put among the others, but not while it is computed.
+        mutex: held while a batch is looked up, and while it is put among the others; not while it is computed, nor
+            while another process writes.
         spec: kind of the contexts.
         device: of the model.
         prefill: computes contexts; those that it leaves out have failed.
@@ -146,6 +145,16 @@ class Filling:
             for one in pending:
                 one.claim.close()
 
+    def store(self, requests: Sequence[PrefillRequest]) -> StoredBatch:
+        """Writes one batch whose contexts are known already, whether others have claimed it or not.
+
+        Raises:
+            ValueError, FolderBusyError, OSError: as of `fill`.
+        """
+        pending = self._begin(requests, waits=False)
+        assert pending is not None
+        return self._finish(pending)
+
     def _begin(self, requests: Sequence[PrefillRequest], *, waits: bool) -> _PendingBatch | None:
         """Reads a batch, or claims and computes it, and begins to write it.
 
@@ -157,33 +166,36 @@ class Filling:
             The batch, for `_finish`; None if some of it is left to another process.
         """
         with contextlib.ExitStack() as claim:
-            with self.mutex, self.files.writing(self.spec) as partition:
+            # Readers do not wait for another process to release the lock.
+            with self.files.locked(), self.mutex:
+                partition = self.files.prepare(self.spec)
                 found = self.lookup.read_all(partition, [one.key for one in requests], self.device)
                 missing = [one for one in requests if one.key not in found]
-                keys = [one.key for one in missing]
-                if keys:
+                if missing:
+                    keys = [one.key for one in missing]
                     if waits and not self.files.claimed_by_others().isdisjoint(keys):
                         return None
                     claim.enter_context(self.files.claim(keys))
             if not missing:
-                return _PendingBatch(requests, partition, found, (), [], None, lambda: None, claim.pop_all())
+                return _PendingBatch(requests, partition, found, {}, None, lambda: None, claim.pop_all())
             staging = claim.enter_context(partition.staging())
             computed = self.prefill(missing)
             pairs = (pair for part in computed for pair in zip(part.keys, part.contexts.on_host(), strict=True))
             written = claim.enter_context(staging.writing(pairs, _writers(self.device)))
-            return _PendingBatch(requests, partition, found, keys, computed, staging, written, claim.pop_all())
+            return _PendingBatch(requests, partition, found, _by_key(computed), staging, written, claim.pop_all())
 
     def _finish(self, pending: _PendingBatch) -> StoredBatch:
         """Puts a batch among the other contexts once it is written."""
-        with self.mutex, pending.claim:
+        filled, computed, partition = pending.found, pending.computed, pending.partition
+        with pending.claim:
             pending.written()
-            filled, computed, partition = pending.found, _by_key(pending.computed), pending.partition
             if pending.staging is None:
                 return StoredBatch(pending.requests, filled, 0)
-            with self.files.locked():
+            with self.files.locked(), self.mutex:
                 self.files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
-                filled |= self.lookup.read_all(partition, pending.missing, self.device)
+                missing = [one.key for one in pending.requests if one.key not in filled]
+                filled |= self.lookup.read_all(partition, missing, self.device)
                 own = [key for key in computed if key not in filled]
                 with self.files.batch(partition, own):
                     for key in own:

@@ -91,22 +91,36 @@ class Lookup:
         self._reported.discard(entry)
         return self._keep(entry, context, device)
 
+    def find_held(
+        self, hold: PoolHold, partition: Partition | None, key: str, device: torch.device
+    ) -> FlatContext | bool:
+        """Finds a context and holds it in the pool.
+
+        Returns:
+            True if it is held, False if there is none; the context, on the device, if the pool has no room for it.
+        """
+        if partition is None:
+            return False
+        entry = partition.name, key
+        if hold.add(entry, device):
+            self.usage.count("device")
+            return True
+        context = self.find(partition, key, device)
+        if context is None:
+            return False
+        return self.try_hold(hold, entry, context, device) or context
+
     def try_hold(self, hold: PoolHold, entry: Entry, context: FlatContext, device: torch.device) -> bool:
         """Puts a context into the pool and holds it there; False if there is no room beside what others hold."""
         return self.pool.put(entry, context, device) and hold.add(entry, device)
 
-    def hold(self, hold: PoolHold, entry: Entry, context: FlatContext, device: torch.device) -> None:
-        """Puts a context into the pool and holds it there.
-
-        Raises:
-            NotEnoughMemoryError: there is no room beside what others hold.
-        """
-        if not self.try_hold(hold, entry, context, device):
-            info = self.pool.info()
-            raise NotEnoughMemoryError(
-                f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of"
-                f" which {info['held']} contexts are held: hold fewer at a time"
-            )
+    def no_room(self, context: FlatContext) -> NotEnoughMemoryError:
+        """The error for a context that `find_held` or `try_hold` have no room for."""
+        info = self.pool.info()
+        return NotEnoughMemoryError(
+            f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of"
+            f" which {info['held']} contexts are held: hold fewer at a time"
+        )
 
     def clear(self) -> None:
         """Frees the contexts in memory."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import shutil
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +75,8 @@ class Partition:
         with replacing(path, inside=True) as temporary:
             write_artifact(temporary, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
 
-    def matches(self, spec: ContextSpec) -> bool:
-        """True if its contexts are of this kind."""
-        return self.config == spec.config and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
-
     def is_like(self, other: Partition) -> bool:
-        """True if its contexts are of the same kind as those of a partition of another store."""
+        """True if its contexts are of the same kind as those of another one, perhaps of another store."""
         return self.config == other.config and same_codec(self.codec_fingerprint, other.codec_fingerprint)
 
     def keys(self) -> Iterator[str]:
@@ -168,50 +162,41 @@ class Staging:
             write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
             path.chmod(mode)
 
-    def write_all(self, contexts: Iterable[tuple[str, FlatContext]], writers: int = 1) -> None:
-        """Writes contexts, each with its key.
+    @contextlib.contextmanager
+    def writing(self, contexts: Iterable[tuple[str, FlatContext]], writers: int = 1) -> Iterator[Callable[[], None]]:
+        """Writes contexts, each with its key, while the block runs. Its end stops that.
 
         Args:
-            contexts: on the host; taken as they are written, a few ahead.
+            contexts: on the host; each is taken when a thread is free to write it.
             writers: number of threads. Hashing and writing leave the interpreter to others.
 
-        Raises:
-            OSError: as of `write`. Nothing is being written any more then.
+        Yields:
+            A function that waits until all are written, and raises as `write`. Nothing is being written any more then.
         """
-        if writers == 1:
-            for key, context in contexts:
-                self.write(key, context)
-            return
-        with ThreadPoolExecutor(writers) as threads:
+        left, taking, stopped = iter(contexts), threading.Lock(), threading.Event()
+
+        def take() -> tuple[str, FlatContext] | None:
+            with taking:
+                return None if stopped.is_set() else next(left, None)
+
+        def write() -> None:
             try:
-                pending: deque[Future[None]] = deque()
-                for key, context in contexts:
-                    pending.append(threads.submit(self.write, key, context))
-                    if len(pending) > writers:
-                        pending.popleft().result()
-                for one in pending:
-                    one.result()
+                while (one := take()) is not None:
+                    self.write(*one)
             except BaseException:
-                threads.shutdown(cancel_futures=True)
+                stopped.set()
                 raise
 
-    @contextlib.contextmanager
-    def writing(self, contexts: Iterable[tuple[str, FlatContext]], writers: int) -> Iterator[Callable[[], None]]:
-        """Writes contexts as `write_all` does, with several writers while the block runs. Its end stops them.
+        with ThreadPoolExecutor(writers) as threads:
+            written = [threads.submit(write) for _ in range(writers)]
 
-        Yields:
-            What waits until all are written, and raises as `write_all`.
-        """
-        if writers == 1:
-            self.write_all(contexts)
-            yield lambda: None
-            return
-        stopped = threading.Event()
-        until_stopped = itertools.takewhile(lambda _: not stopped.is_set(), contexts)
-        with ThreadPoolExecutor(1) as thread:
-            written = thread.submit(self.write_all, until_stopped, writers)
+            def wait() -> None:
+                errors = [one.exception() for one in written]
+                for error in filter(None, errors):
+                    raise error
+
             try:
-                yield written.result
+                yield wait
             finally:
                 stopped.set()
 

@@ -18,7 +18,7 @@ class PrefillRequest:
 
     Attributes:
         key: of its file.
-        sequence: residues as given.
+        sequence: residues as given; empty where tokens were given.
         tokens: number of tokens that are stored, such as `<cls>` and the residues.
         masks: number of `<mask>` tokens among them.
         total_tokens: for token dropout, see `ContextModel.prefill`.
@@ -61,11 +61,12 @@ def deduplicate(requests: Sequence[PrefillRequest]) -> list[PrefillRequest]:
     return list({one.key: one for one in requests}.values())
 
 
-def key_of_tokens(turbo: ContextModel, token_ids: Sequence[int]) -> str:
-    """The key of the context of exactly these tokens, special ones included."""
+def request_of_tokens(turbo: ContextModel, token_ids: Sequence[int]) -> PrefillRequest:
+    """A request for the context of exactly these tokens, special ones included."""
     row = np.array(token_ids, dtype=np.uint8)
     [present], _ = turbo.codes.present([row])
-    return _key(row, len(present), int((row == turbo.codes.mask).sum()))
+    counts = len(present), int((row == turbo.codes.mask).sum())
+    return PrefillRequest(_key(row, *counts), "", *counts, *counts)
 
 
 def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:

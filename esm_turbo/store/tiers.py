@@ -39,8 +39,7 @@ class Tier(Generic[KeyT, ContextT]):
         if budget < 0:
             raise ValueError(f"a budget must be at least 0 bytes, got {budget}")
         self.budget = budget
-        self.nbytes = 0
-        self.evicted = 0
+        self.nbytes = self.evicted = 0
         # With their bytes, as counting these walks the tensors of some.
         self._contexts: OrderedDict[KeyT, tuple[ContextT, int]] = OrderedDict()
 
@@ -49,23 +48,23 @@ class Tier(Generic[KeyT, ContextT]):
 
     def get(self, key: KeyT) -> ContextT | None:
         """The context of a key, now the most recently used; None if it is not here."""
-        found = self._contexts.get(key)
-        if found is None:
+        if key not in self._contexts:
             return None
         self._contexts.move_to_end(key)
-        return found[0]
+        return self._contexts[key][0]
 
     def put(self, key: KeyT, context: ContextT) -> None:
         """Keeps a context unless it exceeds the budget, and evicts others to make room."""
-        self._drop(key)
+        if key in self._contexts:
+            self.nbytes -= self._contexts.pop(key)[1]
         nbytes = context.nbytes
         if not self.fits(nbytes):
             return
-        while self.nbytes + nbytes > self.budget:
-            self._drop(next(iter(self._contexts)))
-            self.evicted += 1
         self._contexts[key] = context, nbytes
         self.nbytes += nbytes
+        while self.nbytes > self.budget:
+            self.nbytes -= self._contexts.popitem(last=False)[1][1]
+            self.evicted += 1
 
     def fits(self, nbytes: int) -> bool:
         """True if a context of `nbytes` would be kept."""
@@ -79,8 +78,3 @@ class Tier(Generic[KeyT, ContextT]):
     def info(self) -> dict[str, Any]:
         """Budget and use, JSON values."""
         return {"budget": self.budget, "bytes": self.nbytes, "contexts": len(self), "evicted": self.evicted}
-
-    def _drop(self, key: KeyT) -> None:
-        found = self._contexts.pop(key, None)
-        if found is not None:
-            self.nbytes -= found[1]
