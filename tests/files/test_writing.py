@@ -40,29 +40,23 @@ def test_replacing_serves_any_writer(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("existing", [True, False])
-def test_a_failed_write_leaves_the_old_file_or_none(tmp_path, error, existing):
+@pytest.mark.parametrize("renaming", [True, False])
+def test_a_failed_write_leaves_the_old_file_or_none(tmp_path, monkeypatch, error, existing, renaming):
     path = tmp_path / "x"
     if existing:
         path.write_text("old")
-    with pytest.raises(type(error)), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise error
-    assert [p.name for p in tmp_path.iterdir()] == (["x"] if existing else [])
-    assert not existing or path.read_text() == "old"
-
-
-def test_a_failed_rename_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    path.write_text("old")
 
     def fail(*_):
-        raise OSError("no")
+        raise error
 
-    monkeypatch.setattr(writing.os, "replace", fail)
-    with pytest.raises(OSError, match="no"), replacing(path) as temporary:
-        temporary.write_text("new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+    if renaming:
+        monkeypatch.setattr(writing.os, "replace", fail)
+    with pytest.raises(type(error)), replacing(path) as temporary:
+        temporary.write_text("half")
+        if not renaming:
+            fail()
+    assert [p.name for p in tmp_path.iterdir()] == (["x"] if existing else [])
+    assert not existing or path.read_text() == "old"
 
 
 def test_a_file_is_complete_before_it_has_its_name(tmp_path, monkeypatch):
@@ -164,6 +158,24 @@ def test_an_empty_folder_and_the_lock_are_removed_unless_kept(tmp_path):
     assert (tmp_path / "c" / LOCK_FILE).exists()
 
 
+def test_a_lock_file_that_its_last_owner_removes_is_not_taken(tmp_path, monkeypatch):
+    """Of two writers one would have the old file, and the other the new one."""
+    import fcntl
+
+    lock, path, removed = fcntl.flock, tmp_path / LOCK_FILE, []
+
+    def late(handle, flags):
+        if not removed:
+            removed.append(path.unlink())
+        return lock(handle, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with only_writer(tmp_path, timeout=60, keep=True):
+        assert removed
+        with pytest.raises(FolderBusyError):
+            only_writer(tmp_path).__enter__()
+
+
 @pytest.mark.parametrize(
     ("error", "message", "number"),
     [
@@ -178,9 +190,6 @@ def test_errors_name_the_file(error, message, number):
     assert str(caught.value) == message
     assert caught.value.errno == number
     assert caught.value.__cause__ is error
-
-
-def test_other_errors_pass():
     with pytest.raises(KeyError), file_errors("out"):
         raise KeyError("x")
 
