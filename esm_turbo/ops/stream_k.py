@@ -67,7 +67,7 @@ def best_schedule(items: int, blocks: int, programs: int, multiprocessors: int, 
     while StreamKSchedule.of(blocks, even).max_parts > _MAX_PARTS:
         even += 1
     found = [StreamKSchedule.of(blocks, even)]
-    if single and items <= programs:
+    if single and 0 < items <= programs:
         for parts in range(1, min(blocks, _MAX_PARTS, programs // items) + 1):
             share = -(-blocks // parts)
             found.append(StreamKSchedule.of(-(-blocks // share) * share, share))

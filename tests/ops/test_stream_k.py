@@ -32,3 +32,8 @@ def test_more_blocks_are_counted_than_there_are_if_no_program_then_reads_two_ite
     assert shares.programs(100) == 300
     # Several queries are distributed evenly.
     assert best_schedule(100, 13, 300, 132, False) == (13, 5, 4)
+
+
+def test_no_items_have_a_schedule() -> None:
+    for single in (True, False):
+        assert best_schedule(0, 13, 300, 132, single).programs(0) == 0

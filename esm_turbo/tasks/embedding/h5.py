@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from esm_turbo.files.artifacts import ArtifactError
-from esm_turbo.files.extras import install_hint
+from esm_turbo.files.extras import import_extra
 from esm_turbo.files.kinds import is_h5
 from esm_turbo.tasks.embedding.files import Arrays, Entry
 from esm_turbo.tasks.embedding.one_file import EmbeddingFile
@@ -64,6 +64,8 @@ class H5File(EmbeddingFile):
                 return None
             attributes = self._file[name].attrs
             return bool(attributes["key"] == key and attributes["sha256"] == _digest(self.read(name).arrays))
+        except MemoryError:
+            raise
         except Exception:
             # As for `names`.
             return False
@@ -181,8 +183,4 @@ def h5py() -> Any:
     Raises:
         ImportError: it is missing.
     """
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(f"format h5 needs h5py: {install_hint('h5')}") from error
-    return h5py
+    return import_extra("h5py", "h5", "format h5 needs")

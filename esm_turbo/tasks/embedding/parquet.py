@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.files.arrow import pyarrow
 from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import is_parquet
 from esm_turbo.files.parquet import METADATA_KEY, as_metadata, parquet_settings
 from esm_turbo.files.writing import file_errors
@@ -166,7 +166,7 @@ def _schema(hidden_size: int, settings: Mapping[str, Any]) -> Any:
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except ImportError:
+    except (ImportError, MemoryError):
         raise
     # A damaged file can make pyarrow raise almost any exception.
     except Exception as error:

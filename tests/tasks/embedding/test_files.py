@@ -6,6 +6,8 @@ import io
 import shutil
 from pathlib import Path
 
+import h5py
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -57,19 +59,27 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
     assert found > len(good) / 2
 
 
-def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "owner", "function"),
+    [
+        ("out", torch, "load"),
+        ("out.h5", h5py.Dataset, "__getitem__"),
+        ("out.parquet", pyarrow.parquet.ParquetFile, "iter_batches"),
+    ],
+)
+def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch, name, owner, function):
     """A file that cannot be read now is neither reported nor computed again."""
-    out = tmp_path / "out"
-    run(out)
-    before = files(out)
+    out = tmp_path / name
+    run(out, file_format=None, include=["mean"])
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def load(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(owner, function, load)
     with pytest.raises(MemoryError):
-        run(out)
-    assert files(out) == before
+        run(out, file_format=None, include=["mean"])
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def exchanged_names(content: bytes) -> bytes:
