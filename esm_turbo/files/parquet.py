@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from esm_turbo.files.arrow import pyarrow
+from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.writing import file_errors, replacing
 
 METADATA_KEY = b"esm_turbo"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from esm_turbo.files.arrow import pyarrow
+from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import CALIBRATION_FILE, PARQUET_KIND, binary_kind, is_checkpoint, is_embeddings, is_store
 from esm_turbo.files.suffixes import PARQUET, check_folder_name, check_suffix
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from esm_turbo.files.extras import install_hint
+from esm_turbo.files.extras import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -37,11 +37,9 @@ class Tabular:
         Raises:
             ImportError: pandas is missing.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise ImportError(f"`to_frame` needs pandas: {install_hint('frames')}") from error
-        return DataFrame(list(self.rows()), columns=list(self.columns()))
+        pandas = import_extra("pandas", "frames", "`to_frame` needs")
+        frame: DataFrame = pandas.DataFrame(list(self.rows()), columns=list(self.columns()))
+        return frame
 
     def _repr_html_(self) -> str:
         """The first rows, for notebooks."""

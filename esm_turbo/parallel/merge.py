@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from esm_turbo.files.arrow import pyarrow
 from esm_turbo.files.csv_files import delimiter_of
+from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.parquet import parquet_settings
 from esm_turbo.files.safe_text import from_cell

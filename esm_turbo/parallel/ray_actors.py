@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from esm_turbo.files.extras import install_hint
+from esm_turbo.files.extras import import_extra
 from esm_turbo.parallel.pool import Pool, WorkerProcess
 from esm_turbo.parallel.worker import LoadModel, PieceWorker
 
@@ -28,11 +28,7 @@ def import_ray() -> Any:
     Raises:
         ImportError: it is missing.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(f"--engine ray needs Ray: {install_hint('ray')}") from error
-    return ray
+    return import_extra("ray", "ray", "--engine ray needs")
 
 
 class RayActors(Pool):

@@ -24,9 +24,10 @@ STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard residues, in alphabetical order."""
 
 PARTICULAR_RESIDUES = STANDARD_RESIDUES + "OU"
+"""The codes of one residue each; B, X and Z stand for any of several."""
+
 UNKNOWN = "BXZ"
 """Letters that stand for several residues. The model has seen few of them, and predicts none."""
-"""The codes of one residue each; B, X and Z stand for any of several."""
 
 GAPS = "-.~"
 """Characters that stand for no residue in rows of alignments."""

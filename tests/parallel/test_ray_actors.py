@@ -51,7 +51,7 @@ def test_errors_and_nothing_to_do(actors: RayActors, tmp_path: Path) -> None:
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=re.escape(f"--engine ray needs Ray: {install_hint('ray')}")):
+    with pytest.raises(ImportError, match=re.escape(f"--engine ray needs ray: {install_hint('ray')}")):
         RayActors(Load(), 2)
 
 
