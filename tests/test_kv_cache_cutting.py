@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from torch import Tensor
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.ops.copies import CutRow
-from tests.helpers.models import CACHE_CONFIGS, random_ids
+from tests.helpers.models import CACHE_CONFIGS
+from tests.test_kv_cache import append, prefill
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 LENGTHS = [40, 17, 1]
@@ -34,17 +36,6 @@ def models(tiny_model: MakeModel) -> dict[str, TurboEsmForMaskedLM]:
 @pytest.fixture
 def model(tiny_model: MakeModel) -> TurboEsmForMaskedLM:
     return tiny_model(preset="turbo3")
-
-
-@torch.no_grad()
-def prefill(model: TurboEsmForMaskedLM, lengths: list[int], **options: object) -> TurboKVCache:
-    cache: TurboKVCache = model(*random_ids(lengths, **options), use_cache=True).past_key_values
-    return cache
-
-
-@torch.no_grad()
-def append(model: TurboEsmForMaskedLM, cache: TurboKVCache, n: int) -> None:
-    model(*random_ids([n], seed=n, cls=False), past_key_values=cache, use_cache=True)
 
 
 def is_made(cache: TurboKVCache) -> bool:
@@ -111,7 +102,7 @@ def test_a_cut_row_is_the_row_selected(
                 if operation == "crop":
                     one.crop(argument)
                 elif operation == "append" and one.batch_size == 1:
-                    append(model, one, argument)
+                    append(model, one, [argument])
                 elif operation == "repeat":
                     one.batch_repeat_interleave(argument)
                 elif operation == "select":
@@ -151,7 +142,7 @@ def test_a_row_replaces_what_another_cache_had(model: TurboEsmForMaskedLM) -> No
     row = cache.cut(LENGTHS)[1]
     row.reset()
     assert (row.batch_size, row.nbytes) == (0, 0)
-    append(model, row, 5)
+    append(model, row, [5])
     assert row.lengths.tolist() == [5]
 
 
@@ -165,19 +156,14 @@ def test_layers_are_made_once_for_all_threads(model: TurboEsmForMaskedLM, monkey
     cache = prefill(model, LENGTHS)
     [row, *_] = cache.cut(LENGTHS)
     monkeypatch.setattr(CutRow, "tensors", slowly)
-    start, found = threading.Barrier(8), list[list[TurboCacheLayer]]()
+    start = threading.Barrier(8)
 
-    def read() -> None:
+    def read(_: int) -> list[TurboCacheLayer]:
         start.wait()
-        found.append(row.layers)
+        return row.layers
 
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert all(layers is row.layers for layers in found)
+    with ThreadPoolExecutor(8) as threads:
+        assert all(layers is row.layers for layers in threads.map(read, range(8)))
     assert_same(row, cache.select(0))
 
 

@@ -43,11 +43,17 @@ def refused(path, match=None):
     return message
 
 
-def test_round_trip(file):
-    tensors, metadata = read_artifact(file, KIND, VERSION)
+BASE = torch.arange(12.0).view(3, 4)
+VIEWS = {"transposed": BASE.T, "column": BASE[:, 1], "rows": BASE[1:], "grad": BASE.clone().requires_grad_()}
+
+
+@pytest.mark.parametrize("stored", [TENSORS, VIEWS], ids=["tensors", "views"])
+def test_round_trip(tmp_path, stored):
+    tensors, metadata = read_artifact(written(tmp_path / "x", stored), KIND, VERSION)
     assert metadata == METADATA
-    assert tensors.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
+    assert tensors.keys() == stored.keys()
+    for name, tensor in stored.items():
+        tensor = tensor.detach().contiguous()
         assert tensors[name].dtype == tensor.dtype
         assert tensors[name].shape == tensor.shape
         assert tensors[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
@@ -71,22 +77,19 @@ def test_views_of_a_device_are_written_as_those_of_the_host(tmp_path):
         assert torch.equal(found[name], tensor.detach().cpu())
 
 
-def test_tensors_may_be_views(tmp_path):
-    base = torch.arange(12.0).view(3, 4)
-    views = {"transposed": base.T, "column": base[:, 1], "rows": base[1:], "grad": base.clone().requires_grad_()}
-    tensors, _ = read_artifact(written(tmp_path / "x", views), KIND, VERSION)
-    for name, view in views.items():
-        assert torch.equal(tensors[name], view)
-
-
-def test_checksum_does_not_depend_on_the_order_of_writing(tmp_path, file):
-    again = written(tmp_path / "y", dict(reversed(TENSORS.items())), dict(reversed(METADATA.items())))
-    other = written(tmp_path / "z", TENSORS, METADATA | {"none": 0})
-    checksums = []
-    for path in (file, again, other):
+def test_equal_content_has_equal_bytes(tmp_path):
+    """Whatever the order in which it is given; other content has another checksum."""
+    metadata = METADATA | {"quoted": 'a "b" é \n', **{f"field {index}": index for index in range(9)}}
+    paths = [written(tmp_path / str(number), metadata=metadata) for number in range(8)]
+    paths.append(written(tmp_path / "y", dict(reversed(TENSORS.items())), dict(reversed(metadata.items()))))
+    assert len({path.read_bytes() for path in paths}) == 1
+    assert read_artifact(paths[0], KIND, VERSION)[1] == metadata
+    other = written(tmp_path / "z", TENSORS, metadata | {"none": 0})
+    checksums = set()
+    for path in (*paths, other):
         with artifacts.safe_open(path, framework="pt") as opened:
-            checksums.append(opened.metadata()["sha256"])
-    assert checksums[0] == checksums[1] != checksums[2]
+            checksums.add(opened.metadata()["sha256"])
+    assert len(checksums) == 2
 
 
 # --- damage
@@ -142,27 +145,33 @@ def test_altered_content_is_found(tmp_path, file, what):
     refused(tmp_path / "altered", "does not match its checksum.*altered")
 
 
-def test_other_kinds_are_refused(tmp_path):
-    message = refused(written(tmp_path / "cache", kind="cache"), "not an esm_turbo calibration")
-    assert "'cache'" in message
-
-
 @pytest.mark.parametrize("version", [0, 2, 4, "4.0"])
 def test_other_format_versions_are_refused_with_the_remedy(tmp_path, version):
     message = refused(written(tmp_path / "x", version=version), f"format version {version}, this release reads 3")
     assert "install the release that wrote it" in message
 
 
-def test_other_safetensors_files_are_refused(tmp_path):
-    for name, metadata in (("bare", None), ("model", {"format": "pt"})):
-        save_file({"weight": torch.zeros(2)}, tmp_path / name, metadata=metadata)
-        refused(tmp_path / name, "not an esm_turbo calibration")
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"kind": "cache"}])
+def test_other_safetensors_files_are_refused(tmp_path, metadata):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "x", metadata=metadata)
+    refused(tmp_path / "x", f"not an esm_turbo calibration.*{(metadata or {}).get('kind')!r}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 64, b"not a tensor file at all", pickle.dumps({"a": 1})])
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     refused(tmp_path / "x", "damaged or not a safetensors file")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
+def test_too_little_memory_is_no_damage(file, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(artifacts, "_digest", fail)
+    with pytest.raises(type(error)) as caught:
+        read_artifact(file, KIND, VERSION)
+    assert caught.value is error
 
 
 def test_pickles_are_never_loaded(tmp_path):
@@ -178,18 +187,14 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 # --- writing
 
 
-def test_an_existing_file_is_replaced(file):
+def test_an_existing_file_is_replaced_and_an_open_reader_keeps_it(file):
     before = file.stat().st_ino
-    written(file, {"only": torch.ones(1)}, {})
-    assert read_artifact(file, KIND, VERSION)[0].keys() == {"only"}
-    assert file.stat().st_ino != before
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_an_open_reader_keeps_the_old_file(file):
     with artifacts.safe_open(file, framework="pt") as opened:
         written(file, {"only": torch.ones(1)}, {})
         assert torch.equal(opened.get_tensor("uint8"), TENSORS["uint8"])
+    assert read_artifact(file, KIND, VERSION)[0].keys() == {"only"}
+    assert file.stat().st_ino != before
+    assert list(file.parent.iterdir()) == [file]
 
 
 class Killed(BaseException):
@@ -221,10 +226,3 @@ def test_metadata_that_is_not_json_writes_nothing(tmp_path):
     with pytest.raises(TypeError):
         written(tmp_path / "x", metadata={"tensor": torch.zeros(1)})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_equal_content_has_equal_bytes(tmp_path):
-    metadata = METADATA | {"quoted": 'a "b" é \n', **{f"field {index}": index for index in range(9)}}
-    paths = [written(tmp_path / str(number), metadata=metadata) for number in range(8)]
-    assert len({path.read_bytes() for path in paths}) == 1
-    assert read_artifact(paths[0], KIND, VERSION)[1] == metadata

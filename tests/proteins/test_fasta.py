@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.proteins.fasta import (
-    GAPS,
     RESIDUES,
     BadRecord,
     FastaError,
@@ -60,57 +59,40 @@ def test_normalize_sequence_accepts_case_whitespace_and_one_trailing_stop():
     assert normalize_sequence(RESIDUES.lower(), name="p") == RESIDUES
 
 
-@pytest.mark.parametrize(
-    ("sequence", "position", "character"),
-    [
-        ("MKJ", 3, "'J'"),
-        ("mkj", 3, "'J'"),
-        ("M K\nT-A", 4, "'-'"),
-        (".MK", 1, "'.'"),
-        ("MK1T", 3, "'1'"),
-        ("MK?T", 3, "'?'"),
-        ("MK<mask>T", 3, "'<'"),
-        ("MKß", 3, r"'\xdf'"),
-        ("M\u0131", 2, r"'\u0131'"),
-        ("MK\u200bT", 3, r"'\u200b'"),
-        ("MK\x1bT", 3, r"'\x1b'"),
-        ("\u041cK", 1, r"'\u041c'"),
-    ],
-    ids=ascii,
-)
-def test_normalize_sequence_names_record_and_position(sequence, position, character):
-    with pytest.raises(ValueError, match=rf"^P01308: position {position} is {re.escape(character)}, not one of"):
-        normalize_sequence(sequence, name="P01308")
-    if character.strip("'") in GAPS:
-        mapped = normalize_sequence(sequence, name="P01308", remove_gaps=True)
-    elif character.strip("'") in ("1", "<") or character.startswith(r"'\x1") or "200b" in character:
-        with pytest.raises(ValueError, match=rf"position {position} is {re.escape(character)}"):
-            normalize_sequence(sequence, name="P01308", unknown="X")
-        return
-    else:
-        mapped = normalize_sequence(sequence, name="P01308", unknown="X")
-        assert mapped[position - 1] == "X"
-    assert set(mapped) <= set(RESIDUES)
+BY_X = "correct it, or replace it with X (--unknown X, in Python unknown='X')"
+BY_REMOVAL = "remove gaps (--remove-gaps, in Python remove_gaps=True)"
 
 
 @pytest.mark.parametrize(
-    ("character", "remedy"),
+    ("sequence", "position", "character", "remedy", "unknown", "remove_gaps"),
     [
-        ("J", "correct it, or replace it with X (--unknown X, in Python unknown='X')"),
-        ("?", "correct it, or replace it with X (--unknown X, in Python unknown='X')"),
-        ("-", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
-        (".", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
-        ("~", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
-        ("7", "remove numbers from the sequence"),
-        ("*", "cut it there or remove the record"),
-        (">", "correct or remove it"),
-        ("\u041c", "correct or remove it"),
+        ("MKJ", 3, "'J'", BY_X, "MKX", None),
+        ("mkj", 3, "'J'", BY_X, "MKX", None),
+        ("MK?T", 3, "'?'", BY_X, "MKXT", None),
+        ("MKß", 3, r"'\xdf'", "correct or remove it", "MKX", None),
+        ("M\u0131", 2, r"'\u0131'", "correct or remove it", "MX", None),
+        ("\u041cK", 1, r"'\u041c'", "correct or remove it", "XK", None),
+        ("M K\nT-A", 4, "'-'", BY_REMOVAL, None, "MKTA"),
+        (".MK", 1, "'.'", BY_REMOVAL, None, "MK"),
+        ("MK~", 3, "'~'", BY_REMOVAL, None, "MK"),
+        ("MK1T", 3, "'1'", "remove numbers from the sequence", None, None),
+        ("MK<mask>T", 3, "'<'", "correct or remove it", None, None),
+        ("MK>T", 3, "'>'", "correct or remove it", None, None),
+        ("MK\u200bT", 3, r"'\u200b'", "correct or remove it", None, None),
+        ("MK\x1bT", 3, r"'\x1b'", "correct or remove it", None, None),
     ],
     ids=ascii,
 )
-def test_the_remedy_fits_the_character(character, remedy):
-    with pytest.raises(ValueError, match=rf"^p: position 3 is .*; {re.escape(remedy)}$"):
-        normalize_sequence(f"MK{character}TAY", name="p")
+def test_other_characters_are_refused_with_a_remedy_that_works(
+    sequence, position, character, remedy, unknown, remove_gaps
+):
+    message = rf"^P01308: position {position} is {re.escape(character)}, not one of .*; {re.escape(remedy)}$"
+    for options, expected in (({}, None), ({"unknown": "X"}, unknown), ({"remove_gaps": True}, remove_gaps)):
+        if expected is None:
+            with pytest.raises(ValueError, match=message):
+                normalize_sequence(sequence, name="P01308", **options)
+        else:
+            assert normalize_sequence(sequence, name="P01308", **options) == expected
 
 
 def test_gaps_are_removed_on_request_and_never_become_residues():
@@ -129,7 +111,7 @@ def test_gaps_are_removed_on_request_and_never_become_residues():
 @pytest.mark.parametrize(("sequence", "position"), [("MK*T", 3), ("*MK", 1), ("MKT**", 4), ("MK*T*", 3)])
 @pytest.mark.parametrize("unknown", [None, "X"])
 def test_an_internal_stop_is_never_accepted(sequence, position, unknown):
-    with pytest.raises(ValueError, match=rf"^p: position {position} is a stop '\*' inside"):
+    with pytest.raises(ValueError, match=rf"^p: position {position} is a stop '\*' inside .*; cut it there or remove"):
         normalize_sequence(sequence, name="p", unknown=unknown)
 
 
@@ -277,25 +259,20 @@ MIXED = ">a\nMKT\n>b\nMJT\n>a\nGGG\n>c\n>d\nM*T\n>\nMKT\n>e\nM-T\n>f\nLAG\n"
 def test_bad_records_are_separated(write):
     good, bad = read_fasta(write(MIXED))
     assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("f", "LAG")]
-    assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6", "e"]
-    beginnings = [
-        "position 2 is 'J', not one of the 25 residue codes",
-        "record 3 repeats the identifier of record 1; ",
-        "holds no residues; ",
-        "position 2 is a stop '*' inside the sequence; ",
-        "the header names no identifier; ",
-        "position 2 is '-', not one of",
+    assert [(problem.record, problem.reason.partition("; ")[0]) for problem in bad] == [
+        ("b", "position 2 is 'J', not one of the 25 residue codes (A to Z without J)"),
+        ("a", "record 3 repeats the identifier of record 1"),
+        ("c", "holds no residues"),
+        ("d", "position 2 is a stop '*' inside the sequence"),
+        ("#6", "the header names no identifier"),
+        ("e", "position 2 is '-', not one of the 25 residue codes (A to Z without J)"),
     ]
-    for problem, beginning in zip(bad, beginnings, strict=True):
-        assert problem.reason.startswith(beginning)
-        assert "; " in problem.reason
 
 
 def test_gaps_of_a_file_are_removed(write):
     good, bad = read_fasta(write(MIXED), remove_gaps=True)
     assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("e", "MT"), ("f", "LAG")]
     assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6"]
-    assert read_fasta_strict(write(">a\nM-KT\n"), remove_gaps=True)[0].sequence == "MKT"
 
 
 def test_two_first_positions_are_refused(write):
@@ -304,20 +281,20 @@ def test_two_first_positions_are_refused(write):
     assert bad == [BadRecord("a", "the header states `first_position` more than once; leave one")]
 
 
-def test_a_bad_record_keeps_its_identifier(write):
-    good, bad = read_fasta(write(">a\nM1T\n>a\nMKT\n"))
+@pytest.mark.parametrize(
+    ("text", "reasons"),
+    [
+        (">a\nM1T\n>a\nMKT\n", ["position 2 is '1'", "record 2 repeats the identifier of record 1;"]),
+        # Positions count residues over wrapped lines.
+        (">a\r\nMKT A\r\n\r\nYI1\r\n", ["position 7 is '1'"]),
+        (">a\nMKT\n  >b\nGGG\n", ["position 4 is '>'"]),
+    ],
+)
+def test_reasons_of_bad_records(write, text, reasons):
+    good, bad = read_fasta(write(text))
     assert good == []
-    assert [problem.reason.partition(";")[0] for problem in bad][1] == ("record 2 repeats the identifier of record 1")
-
-
-def test_positions_count_residues_over_wrapped_lines(write):
-    _, [problem] = read_fasta(write(">a\r\nMKT A\r\n\r\nYI1\r\n"))
-    assert problem.reason.startswith("position 7 is '1'")
-
-
-def test_text_that_looks_like_a_second_header_is_a_bad_letter(write):
-    _, [problem] = read_fasta(write(">a\nMKT\n  >b\nGGG\n"))
-    assert problem.reason.startswith("position 4 is '>'")
+    for problem, reason in zip(bad, reasons, strict=True):
+        assert problem.reason.startswith(reason)
 
 
 def test_strict_reading_names_the_first_problem_and_counts_the_others(write):
@@ -329,13 +306,15 @@ def test_strict_reading_names_the_first_problem_and_counts_the_others(write):
     assert "\n" not in str(caught.value)
     assert caught.value.problems == read_fasta(path)[1]
     assert caught.value.path == str(path)
+    assert isinstance(caught.value, ValueError)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_strict_reading_uses_the_singular_for_one(write):
-    with pytest.raises(FastaError, match=r"unknown='X'\)$"):
-        read_fasta_strict(write(">a\nMJT\n"))
-    with pytest.raises(FastaError, match=r"\(and 1 more bad record\)$"):
-        read_fasta_strict(write(">a\nMJT\n>b\n"))
+    for text, end in ((">a\nMJT\n", r"unknown='X'\)$"), (">a\nMJT\n>b\n", r"\(and 1 more bad record\)$")):
+        with pytest.raises(FastaError, match=end):
+            read_fasta_strict(write(text))
 
 
 def test_messages_stay_short_and_printable(write):
@@ -343,14 +322,6 @@ def test_messages_stay_short_and_printable(write):
         read_fasta_strict(write(">" + "\x1b[31m" + "x" * 5000 + "\n"))
     assert len(str(caught.value)) < 400
     assert "\x1b" not in str(caught.value)
-
-
-def test_fasta_error_is_a_value_error_that_survives_pickling(write):
-    with pytest.raises(ValueError) as caught:
-        read_fasta_strict(write(MIXED))
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert str(copy) == str(caught.value)
-    assert copy.problems == caught.value.problems
 
 
 # Files that cannot be used
@@ -425,12 +396,9 @@ def test_a_damaged_gzip_file_is_refused(write, content):
     assert ": the gzip file is truncated or damaged (" in one_line_error(write(content, "x.fasta.gz"))
 
 
-def test_a_sequence_in_place_of_a_file_is_told_where_to_go():
-    assert "ACDEFG: there is no such file; check the path; if this is a sequence" in one_line_error("ACDEFG")
-
-
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     assert one_line_error(tmp_path / "none.fasta").endswith(": there is no such file; check the path")
+    assert "ACDEFG: there is no such file; check the path; if this is a sequence" in one_line_error("ACDEFG")
     assert ": is a folder; " in one_line_error(tmp_path)
     (tmp_path / "file").write_text(">a\nMKT\n")
     assert ": cannot be read (" in one_line_error(tmp_path / "file" / "below")
