@@ -46,13 +46,6 @@ def with_checked_outputs(command: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
-def usage(command: Callable[..., Any]) -> str:
-    """The usage of a command: required arguments, and optional ones in brackets."""
-    given = [p for p in inspect.signature(command).parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    names = [p.name.upper() if p.default is p.empty else f"[{p.name.upper()}]" for p in given]
-    return f"Usage: {' '.join(['esm-turbo', command.__name__, *names, '[OPTIONS]'])}"
-
-
 def _paths(declared_by: Any, values: Mapping[str, Any]) -> tuple[list[str | Path], list[Output]]:
     """Inputs and outputs among the arguments of a command, or the fields of its options."""
     inputs: list[str | Path] = []
@@ -160,32 +153,34 @@ def outcome(written: int, noun: str, out: Path | None, failed: Sequence[BadRecor
     return [*lines, *([f"{counted(sum(one.count for one in failed), 'record')} failed, see above"] if failed else [])]
 
 
-def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
-    """Load a model; any failure counts as unusable input.
+def from_pretrained(options: ModelOptions, **more: Any) -> TurboEsm:
+    """Load a model by the options of a command, but for its threads; without `calibration`, it is loaded without one.
 
     Args:
-        options: without the option `calibration`, the model is loaded without one.
+        options: of the command.
         **more: of `TurboEsm.from_pretrained`.
+    """
+    quiet_transformers()
+    from esm_turbo.turbo_esm import TurboEsm
+
+    given = {"calibration": False} | asdict(options) | more
+    given = {name: value for name, value in given.items() if value is not None and name != "threads"}
+    # Named, since `announce` says what the embedded model is.
+    return TurboEsm.from_pretrained(given.pop("model", EMBEDDED_MODEL), **given)
+
+
+def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
+    """Load the model of a command, see `from_pretrained`; any failure counts as unusable input.
 
     Raises:
         ValueError: the model or its calibration cannot be loaded.
     """
-    given = {"calibration": False} | asdict(options) | more
-    given = {name: value for name, value in given.items() if value is not None}
-    model, auto = given.pop("model", None), given.get("calibration") == "auto"
-    threads = given.pop("threads", None)
-    check_minimum(1, threads=threads)
-    with unusable_input(f"{model or 'the embedded model'} cannot be loaded"):
+    auto = getattr(options, "calibration", None) == "auto"
+    check_minimum(1, threads=options.threads)
+    with unusable_input(f"{options.model or 'the embedded model'} cannot be loaded"):
         with working("loading the model"):
-            quiet_transformers()
-            from esm_turbo.turbo_esm import TurboEsm
-
-            set_threads(threads)
-
-            # `announce` says what the embedded model is, so it is named here.
-            turbo = TurboEsm.from_pretrained(
-                EMBEDDED_MODEL if model is None else model, **given | ({"calibration": False} if auto else {})
-            )
+            set_threads(options.threads)
+            turbo = from_pretrained(options, **more | ({"calibration": False} if auto else {}))
         if auto:
             from esm_turbo.evaluate.calibrated import measure_calibration
             from esm_turbo.tasks.calibration.auto import auto_calibration
@@ -193,7 +188,7 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
             with progress_bar("residues") as progress:
                 calibration = auto_calibration(turbo, progress, measure_calibration)
             esm = turbo.model.base_model
-            esm.set_turbo(calibration=calibration, preset=given.get("preset"), backend=esm.backend)
+            esm.set_turbo(calibration=calibration, preset=getattr(options, "preset", None), backend=esm.backend)
     return turbo
 
 

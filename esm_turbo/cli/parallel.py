@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.cli.console import quiet_transformers, say
-from esm_turbo.cli.inputs import check_minimum, load_model
+from esm_turbo.cli.console import say
+from esm_turbo.cli.inputs import check_minimum, from_pretrained, load_model
 from esm_turbo.cli.options import ModelOptions, ParallelOptions
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ class Spread(Generic[_Options]):
         check_minimum(1, workers=parallel.workers, threads=options.threads)
         if options.device_map is not None and (parallel.devices is not None or parallel.workers is not None):
             raise ValueError("--device-map spreads one model over devices; leave it out beside --devices and --workers")
-        names: tuple[str, ...] | None = None
         threads = 1 if options.threads is None else options.threads
         if parallel.engine == "ray":
             if parallel.workers is None or parallel.devices is not None:
@@ -60,20 +59,18 @@ class Spread(Generic[_Options]):
             from esm_turbo.parallel.ray_actors import import_ray
 
             import_ray()
-            names = (options.device or "cpu",) * parallel.workers
-            return cls(options, names, threads, more, "ray", parallel.address)
+            return cls(options, (options.device or "cpu",) * parallel.workers, threads, more, "ray", parallel.address)
         if parallel.address is not None:
             raise ValueError(f"--address {parallel.address} is that of a Ray cluster; give --engine ray as well")
-        if parallel.devices is not None:
-            if parallel.workers is not None:
-                raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
+        if parallel.workers is not None and parallel.devices is not None:
+            raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
+        names = parallel.devices if parallel.workers is None else ("cpu",) * parallel.workers
+        if names == (ALL,):
             from esm_turbo.parallel.workers import cuda_devices
 
-            names = cuda_devices() if parallel.devices == (ALL,) else parallel.devices
-            if not names:
-                raise ValueError("--devices all finds no CUDA device here; --workers N uses processes on the CPU")
-        elif parallel.workers is not None:
-            names = ("cpu",) * parallel.workers
+            names = cuda_devices()
+        if names == ():
+            raise ValueError("--devices all finds no CUDA device here; --workers N uses processes on the CPU")
         if names is not None and options.device not in (None, *names[:1]):
             raise ValueError(f"--device {options.device} is one device; leave it out beside --devices and --workers")
         return cls(options, names, threads, more)
@@ -104,7 +101,7 @@ class Spread(Generic[_Options]):
             return
         count = f"{len(self.names)} {'actor' if self.engine == 'ray' else 'worker'}{'s' if len(self.names) > 1 else ''}"
         say(f"{count} on {self.devices}")
-        load = LoadOn(_anywhere(self.options), self.more)
+        load = partial(_load_on, _anywhere(self.options), self.more)
         if self.engine == "ray":
             from esm_turbo.parallel.ray_actors import RayActors
 
@@ -118,21 +115,9 @@ class Spread(Generic[_Options]):
             yield workers
 
 
-@dataclass(frozen=True)
-class LoadOn:
-    """Loads the model of a command in another process."""
-
-    options: ModelOptions
-    more: dict[str, Any]
-
-    def __call__(self, device: str) -> TurboEsm:
-        quiet_transformers()
-        from esm_turbo.turbo_esm import TurboEsm
-
-        given = {"calibration": False} | asdict(self.options) | self.more | {"device": device}
-        given = {name: value for name, value in given.items() if value is not None and name != "threads"}
-        # Named, since the command says itself what the embedded model is.
-        return TurboEsm.from_pretrained(given.pop("model", EMBEDDED_MODEL), **given)
+def _load_on(options: ModelOptions, more: dict[str, Any], device: str) -> TurboEsm:
+    """Load the model of a command in another process."""
+    return from_pretrained(options, **more | {"device": device})
 
 
 def _anywhere(options: _Options) -> _Options:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import say
 from esm_turbo.files.tabular import counted
-from esm_turbo.parallel.shards import Kind, Manifest, finish_shard, is_done, shard_output
+from esm_turbo.parallel.shards import Kind, Manifest, as_json, finish_shard, input_digests, is_done, shard_output
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
@@ -37,10 +38,10 @@ class Sharding:
         kind: of its output.
         shard: as given, such as `3/16`; None for all.
         out: the output of all shards.
-        inputs: files that all shards read; None stands for one that was not given.
+        inputs: files that all shards read, see `input_digests`.
 
     Attributes:
-        plan: which pieces are done; None for all.
+        plan: which pieces are done; None is all.
         out: where they are written.
 
     Raises:
@@ -57,12 +58,12 @@ class Sharding:
     ) -> None:
         self.plan = None if shard is None else Plan(Shard.parse(shard))
         self.out = self._whole = out
-        if self.plan is not None and self.plan.shard is not None:
-            if out is None:
-                raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
-            self.out = shard_output(out, self.plan.shard)
-            given = [one for one in inputs if one is not None]
-            self._manifest = Manifest.of(self.plan.shard, command, kind, given)
+        if self.plan is None:
+            return
+        if out is None:
+            raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
+        self.out = shard_output(out, self.plan.shard)
+        self._manifest = Manifest(self.plan.shard, command, kind, input_digests(inputs))
 
     def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:
         """True if the shard was done earlier; says so.
@@ -73,10 +74,9 @@ class Sharding:
         Raises:
             ShardError: (a ValueError) it was done with other settings, or another input.
         """
-        if self.plan is None:
+        if self.plan is None or self._whole is None:
             return False
-        self._manifest = self._manifest.with_results(settings=dict(settings()))
-        assert self._whole is not None
+        self._manifest = replace(self._manifest, settings=as_json(settings()))
         done = is_done(self._whole, self._manifest)
         if done:
             say(f"shard {self.plan.shard} of {self._whole} is done already")
@@ -86,25 +86,30 @@ class Sharding:
         self,
         run: RunInfo,
         failed: Iterable[BadRecord],
-        order: Sequence[Sequence[int]] = (),
+        order: Iterable[Sequence[int]] = (),
         partial: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Write what the shard did; the arguments are those of a `Manifest`. Does nothing without a shard."""
-        if self.plan is None:
+        if self.plan is None or self._whole is None:
             return
-        assert self._whole is not None
-        manifest = self._manifest.with_results(
-            self.plan,
-            run=run.to_dict(),
-            failed=[(one.record, one.reason) for one in failed],
-            order=[list(one) for one in order],
-            partial={number: list(own) for number, own in (partial or {}).items()},
-        )
-        finish_shard(self._whole, manifest)
-        if not manifest.pieces:
-            say(f"shard {self.plan.shard}: nothing to do, all shards share {counted(manifest.total, 'piece')}")
-            return
-        say(f"shard {self.plan.shard}: {len(manifest.pieces)} of {manifest.total} pieces done, in {self.out}")
+        from esm_turbo.files.artifacts import package_versions
+
+        plan = self.plan
+        results = {
+            "run": run.to_dict(),
+            "total": plan.total,
+            "plan": plan.digest,
+            "pieces": plan.chosen,
+            "order": list(order),
+            "partial": partial or {},
+            "failed": [(one.record, one.reason) for one in failed],
+            "versions": package_versions(),
+        }
+        finish_shard(self._whole, replace(self._manifest, **as_json(results)))
+        if plan.chosen:
+            say(f"shard {plan.shard}: {len(plan.chosen)} of {plan.total} pieces done, in {self.out}")
+        else:
+            say(f"shard {plan.shard}: nothing to do, all shards share {counted(plan.total, 'piece')}")
 
     def exit_code(self, failed: Sequence[object]) -> int:
         """Of the command. A shard with failed records has done its part: `status` and `merge` report them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from esm_turbo.tasks.embedding.folder import merge_folders
 from esm_turbo.tasks.embedding.reading import merge_files
 from esm_turbo.tasks.scoring.merging import Row, ranked, with_other_targets
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
+
+_Segment = tuple[Sequence[int] | None, list[Row]]
+"""Rows of a target in a shard, with the numbers of its candidates if other shards have some, too."""
 
 # Lines that are read of a shard at a time.
 _LINES = 1000
@@ -77,38 +80,36 @@ def _merge_tables(out: Path, parts: Sequence[tuple[Manifest, Path]], state: Shar
     for part, (manifest, _) in enumerate(parts):
         for number, count in manifest.order:
             where[number].append((part, count))
-    failed, settings = {one[0] for one in state.failed}, parts[0][0].settings
+    failed, settings = {one.record for one in state.failed}, parts[0][0].settings
 
-    def targets() -> Iterator[list[tuple[Sequence[int] | None, list[Row]]]]:
-        """Rows of every target from each shard, with the numbers of its candidates if others have some, too."""
+    def targets() -> Iterator[list[_Segment]]:
         for number in sorted(where):
-            segments: list[tuple[Sequence[int] | None, list[Row]]] = [
-                (parts[part][0].partial.get(number), list(islice(opened[part][3], count)))
+            segments: list[_Segment] = [
+                (parts[part][0].partial.get(str(number)), list(islice(opened[part][3], count)))
                 for part, count in where[number]
             ]
             # A target that failed in one shard would have failed as a whole.
             if (len(segments) == 1 and segments[0][0] is None) or segments[0][1][0][0] not in failed:
                 yield segments
 
-    def rows() -> Iterator[Row]:
-        for segments in targets():
-            if segments[0][0] is None:
-                yield from segments[0][1]
-            else:
-                yield from ranked(columns, settings, [(numbers or (), own) for numbers, own in segments])
+    # Of each target, the specificity needs the scores on all others.
+    later = settings.get("background") == "targets" and SPECIFICITY_COLUMNS[0] in columns
 
-    def compared() -> Iterator[Row]:
-        """Rows that need those of all targets."""
-        found = list(targets())
-        with_other_targets(columns, settings, [[row for _, own in segments for row in own] for segments in found])
+    def rows() -> Iterator[Row]:
+        found: Iterable[list[_Segment]] = targets()
+        if later:
+            found = list(found)
+            with_other_targets(columns, settings, [[row for _, own in segments for row in own] for segments in found])
         for segments in found:
+            if segments[0][0] is None and not later:
+                yield from segments[0][1]
+                continue
             # A target of one shard has its candidates in the order of the input, or is ranked by likelihood.
             arms = len({row[columns.index("arm")] for row in segments[0][1]})
             numbered = [(range(len(own) // arms) if n is None else n, own) for n, own in segments]
             yield from ranked(columns, settings, numbered)
 
-    later = settings.get("background") == "targets" and SPECIFICITY_COLUMNS[0] in columns
-    write_table(out, columns, compared() if later else rows(), types, metadata)
+    write_table(out, columns, rows(), types, metadata)
 
 
 def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterator[Row]]:

@@ -7,15 +7,15 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from esm_turbo.parallel.worker import Answer
-from esm_turbo.tasks.common.pieces import Task
-from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.pieces import Runner, Task
+from esm_turbo.tasks.common.progress import Progress
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
@@ -64,8 +64,33 @@ class _Slot:
         return reason
 
 
-class Pool:
-    """Processes that share the pieces of runs, a `Runner`. They start when there is something to do.
+class _Run(Generic[PieceT, ResultT]):
+    """Pieces that wait, the largest first, and how often processes have died of each."""
+
+    def __init__(self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], units: Sequence[int]) -> None:
+        self.task, self.pieces, self.content = task, pieces, pickle.dumps(task)
+        self.waiting = deque(sorted(range(len(pieces)), key=lambda index: -units[index]))
+        self.deaths: Counter[int] = Counter()
+
+    def take(self, most: int) -> list[int]:
+        """Numbers of the pieces of the next call, of which there are some."""
+        taken = [self.waiting.popleft()]
+        # A piece with which a process has died is alone the next time, so that no other is taken for the cause.
+        while len(taken) < most and not any(number in self.deaths for number in (self.waiting[0], *taken)):
+            taken.append(self.waiting.popleft())
+        return taken
+
+    def lose(self, numbers: Sequence[int], cause: str) -> list[tuple[int, ResultT]]:
+        """Put the pieces of a process that has died first; returns the results of those that are not run again."""
+        self.deaths.update(numbers)
+        self.waiting.extendleft(number for number in reversed(numbers) if self.deaths[number] < _DEATHS)
+        reason = f"its process died {_DEATHS} times ({cause})"
+        given_up = [number for number in numbers if self.deaths[number] >= _DEATHS]
+        return [(number, self.task.failed(self.pieces[number], reason)) for number in given_up]
+
+
+class Pool(Runner):
+    """Processes that share the pieces of runs. They start when there is something to do.
 
     Args:
         devices: of the processes, at least one.
@@ -93,16 +118,10 @@ class Pool:
         for slot in self._slots:
             slot.end()
 
-    def run(
-        self,
-        task: Task[PieceT, ResultT],
-        pieces: Sequence[PieceT],
-        *,
-        stage: str,
-        units: Sequence[int],
-        progress: Progress | None = None,
+    def results(
+        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], units: Sequence[int], progress: Progress
     ) -> Iterator[tuple[int, ResultT]]:
-        """Yield the result of every piece once, as they arrive; the largest pieces are begun first.
+        """See `Runner.results`; the largest pieces are begun first.
 
         A piece whose process has died three times counts as failed.
 
@@ -110,48 +129,23 @@ class Pool:
             NoWorkersError: no device can be used, or is left.
             Exception: what a piece raised.
         """
-        counter = StageProgress(progress, stage, sum(units))
-        counter.advance(0)
-        waiting = deque(sorted(range(len(pieces)), key=lambda index: -units[index]))
-        deaths: Counter[int] = Counter()
-        content = pickle.dumps(task)
+        run = _Run(task, pieces, units)
         try:
-            while waiting or any(slot.pieces for slot in self._slots):
-                self._hand_out(content, pieces, waiting, deaths)
+            while run.waiting or any(slot.pieces for slot in self._slots):
+                self._hand_out(run)
                 called = {slot.call: slot for slot in self._slots if slot.call is not None}
                 if not called:
                     raise NoWorkersError(f"no device is left of {self.devices}; the lines above say why")
                 finished: list[tuple[int, ResultT]] = []
                 failure = None
                 for call in wait(called, return_when=FIRST_COMPLETED).done:
-                    slot = called[call]
-                    try:
-                        answer: Answer = pickle.loads(call.result())
-                    except Exception as error:
-                        assert slot.process is not None
-                        if not slot.process.has_died_of(error):
-                            raise
-                        lost, cause = self._replace(slot, error)
-                        deaths.update(lost)
-                        waiting.extendleft(number for number in reversed(lost) if deaths[number] < _DEATHS)
-                        reason = f"its process died {_DEATHS} times ({cause})"
-                        given_up = [number for number in lost if deaths[number] >= _DEATHS]
-                        finished += [(number, task.failed(pieces[number], reason)) for number in given_up]
-                        continue
-                    numbers, slot.call, slot.pieces, slot.deaths = slot.pieces, None, [], 0
-                    finished += zip(numbers, answer.results, strict=False)
-                    failure = failure or answer.error
-                    self._tell(answer)
-                    if answer.unusable is not None:
-                        _log.warning("%s cannot be used: %s; the others go on without it", slot.device, answer.unusable)
-                        waiting.extendleft(reversed(numbers[len(answer.results) :]))
-                        self._give_up(slot)
+                    own, error = self._collect(called[call], call, run)
+                    finished += own
+                    failure = failure or error
                 if failure is None:
                     # Before the results are used, which takes time.
-                    self._hand_out(content, pieces, waiting, deaths)
-                for number, result in finished:
-                    yield number, result
-                    counter.advance(units[number])
+                    self._hand_out(run)
+                yield from finished
                 if failure is not None:
                     raise failure
         except BaseException:
@@ -159,24 +153,40 @@ class Pool:
             self.close()
             raise
 
-    def _hand_out(self, task: bytes, pieces: Sequence[Any], waiting: deque[int], deaths: Mapping[int, int]) -> None:
+    def _hand_out(self, run: _Run[Any, Any]) -> None:
         """Start the processes that are missing, and give pieces to each that has none."""
         for slot in self._slots:
-            if not waiting or slot.call is not None:
+            if not run.waiting or slot.call is not None:
                 continue
             if slot.process is None:
                 slot.process = self._start(slot.device)
                 slot.call = slot.process.call("load", self._load)
                 continue
-            most = min(_MOST_PIECES, max(1, len(waiting) // (_CALLS * len(self._slots))))
-            slot.pieces.append(waiting.popleft())
-            # A piece with which a process has died is alone the next time, so that no other is taken for the cause.
-            while len(slot.pieces) < most and not any(number in deaths for number in (waiting[0], *slot.pieces)):
-                slot.pieces.append(waiting.popleft())
-            slot.call = slot.process.call("run", task, pickle.dumps([pieces[number] for number in slot.pieces]))
+            slot.pieces = run.take(min(_MOST_PIECES, max(1, len(run.waiting) // (_CALLS * len(self._slots)))))
+            content = pickle.dumps([run.pieces[number] for number in slot.pieces])
+            slot.call = slot.process.call("run", run.content, content)
 
-    def _replace(self, slot: _Slot, error: Exception) -> tuple[list[int], str]:
-        """Prepare a slot whose process has died for another; returns the pieces that it ran, and the cause."""
+    def _collect(
+        self, slot: _Slot, call: Future[bytes], run: _Run[Any, ResultT]
+    ) -> tuple[list[tuple[int, ResultT]], Exception | None]:
+        """The results of a finished call, and the error that ended it, which no other process would avoid."""
+        assert slot.process is not None
+        try:
+            answer: Answer = pickle.loads(call.result())
+        except Exception as error:
+            if not slot.process.has_died_of(error):
+                raise
+            return self._replace(slot, error, run), None
+        self._tell(answer)
+        numbers, slot.call, slot.pieces, slot.deaths = slot.pieces, None, [], 0
+        if answer.unusable is not None:
+            _log.warning("%s cannot be used: %s; the others go on without it", slot.device, answer.unusable)
+            run.waiting.extendleft(reversed(numbers[len(answer.results) :]))
+            self._give_up(slot)
+        return list(zip(numbers, answer.results, strict=False)), answer.error
+
+    def _replace(self, slot: _Slot, error: Exception, run: _Run[Any, ResultT]) -> list[tuple[int, ResultT]]:
+        """Prepare a slot whose process has died for another; returns the results of what is not run again."""
         lost, cause = slot.pieces, slot.end(error)
         slot.deaths += 1
         gives_up = slot.deaths >= _DEATHS
@@ -184,7 +194,7 @@ class Pool:
         _log.warning("%s on %s died (%s); %s", self._noun, slot.device, cause, what)
         if gives_up:
             self._give_up(slot)
-        return lost, cause
+        return run.lose(lost, cause)
 
     def _give_up(self, slot: _Slot) -> None:
         """Leave a device to others."""

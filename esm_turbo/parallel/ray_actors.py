@@ -32,7 +32,7 @@ def import_ray() -> Any:
 
 
 class RayActors(Pool):
-    """Actors that share the pieces of runs, a `Runner`.
+    """Actors that share the pieces of runs.
 
     An actor that dies is replaced, on any node, and its pieces are run again.
 

@@ -16,13 +16,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
-from esm_turbo.tasks.common.pieces import Plan, Shard
+from esm_turbo.proteins.fasta import BadRecord, sha256_file
+from esm_turbo.tasks.common.pieces import Shard
 
 FORMAT_VERSION = 1
 SUFFIX = ".shards"
@@ -56,8 +57,8 @@ class Manifest:
         pieces: its own.
         order: of tables, a pair for every target or protein of its rows in their order: its number in the input, and
             how many rows; of embeddings, a pair for every protein: its number in the input, and 1.
-        partial: of a table, by number of a target of which other shards have candidates too, the numbers of its own,
-            best first.
+        partial: of a table, by number of a target of which other shards have candidates too, as text, the numbers of
+            its own, best first.
         failed: records that failed, with the reasons.
         files: size in bytes and SHA-256 of every file, by path.
         versions: of the packages.
@@ -73,36 +74,10 @@ class Manifest:
     plan: str = ""
     pieces: list[int] = field(default_factory=list)
     order: list[list[int]] = field(default_factory=list)
-    partial: dict[int, list[int]] = field(default_factory=dict)
+    partial: dict[str, list[int]] = field(default_factory=dict)
     failed: list[list[str]] = field(default_factory=list)
     files: dict[str, list[Any]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
-
-    @classmethod
-    def of(cls, shard: Shard, command: str, kind: Kind, inputs: Iterable[str | os.PathLike[str]]) -> Manifest:
-        """The manifest of a shard that is to be done.
-
-        Raises:
-            ValueError: an input is not there, or not a file, and so has no hash that others could compare.
-        """
-        digests: dict[str, str] = {}
-        names: Counter[str] = Counter()
-        for path in map(Path, inputs):
-            if not path.exists():
-                raise ValueError(f"{path}: {NO_SUCH_FILE}")
-            if not path.is_file():
-                raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
-            names[path.name] += 1
-            # Inputs may have one name in two folders.
-            name = path.name if names[path.name] == 1 else f"{path.name} ({names[path.name]})"
-            digests[name] = _file_digest(path)
-        return cls(shard, command, kind, digests)
-
-    def with_results(self, plan: Plan | None = None, **results: Any) -> Manifest:
-        """The manifest with the pieces of a plan, and with other attributes, JSON values."""
-        if plan is not None:
-            results |= {"total": plan.total, "plan": plan.digest, "pieces": plan.chosen}
-        return replace(self, **_read_back(results))
+    versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -118,7 +93,7 @@ class Manifest:
                 raise ValueError("the content does not match its checksum")
             if content.pop("format_version") != FORMAT_VERSION:
                 raise ValueError("of another format version")
-            manifest = cls(**_read_back(content) | {"shard": Shard(*content["shard"])})
+            manifest = cls(**content | {"shard": Shard(*content["shard"])})
             if path.name != manifest_name(manifest.shard):
                 raise ValueError(f"the manifest of shard {manifest.shard}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -127,7 +102,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Write the manifest, atomically."""
-        content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
+        content = as_json({"format_version": FORMAT_VERSION, **asdict(self)})
         with replacing(path, inside=True) as temporary:
             temporary.write_text(json.dumps(content | {"sha256": _digest(content)}) + "\n", encoding="utf-8")
 
@@ -212,7 +187,7 @@ def hashes(folder: Path, output: Path) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for path in paths:
         if path.is_file() and path.name not in _UNCHECKED:
-            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _file_digest(path)]
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, sha256_file(path)]
     return found
 
 
@@ -250,10 +225,14 @@ class ShardsState:
         return bool(self.of) and not self.missing and not self.problems
 
     @property
-    def failed(self) -> list[list[str]]:
-        """Records that failed in any shard, each once, with the reasons."""
-        every = [tuple(one) for _, manifest in sorted(self.manifests.items()) for one in manifest.failed]
-        return [list(one) for one in dict.fromkeys(every)]
+    def failed(self) -> list[BadRecord]:
+        """Records that failed in any shard, each once."""
+        every = (
+            BadRecord(record, reason)
+            for _, manifest in sorted(self.manifests.items())
+            for record, reason in manifest.failed
+        )
+        return list(dict.fromkeys(every))
 
 
 def shards_state(out: str | os.PathLike[str]) -> ShardsState:
@@ -308,24 +287,31 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
     return ShardsState(first.shard.of, done, missing, problems)
 
 
-def _versions() -> dict[str, str]:
-    # Imports PyTorch, which `--help` does not need.
-    from esm_turbo.files.artifacts import package_versions
+def input_digests(inputs: Iterable[str | os.PathLike[str] | None]) -> dict[str, str]:
+    """SHA-256 of every input of a shard by name; from the second of one name on, with its number.
 
-    return package_versions()
+    Args:
+        inputs: paths; None stands for one that was not given.
+
+    Raises:
+        ValueError: an input is not there, or not a file, and so has no hash that others could compare.
+    """
+    digests: dict[str, str] = {}
+    names: Counter[str] = Counter()
+    for path in (Path(one) for one in inputs if one is not None):
+        if not path.exists():
+            raise ValueError(f"{path}: {NO_SUCH_FILE}")
+        if not path.is_file():
+            raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
+        names[path.name] += 1
+        digests[path.name if names[path.name] == 1 else f"{path.name} ({names[path.name]})"] = sha256_file(path)
+    return digests
 
 
-def _read_back(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a manifest as they are when they are read."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(content)))
-    if "partial" in plain:
-        plain["partial"] = {int(number): own for number, own in plain["partial"].items()}
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they are when JSON of them is read."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return plain
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(content: Any) -> str:

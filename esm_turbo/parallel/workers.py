@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from esm_turbo.parallel import worker
 from esm_turbo.parallel.pool import NoWorkersError, Pool, WorkerProcess
 from esm_turbo.parallel.worker import LoadModel
-from esm_turbo.tasks.common.pieces import Task
+from esm_turbo.tasks.common.pieces import Runner, Task
+from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -30,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Workers(Pool):
-    """Processes that share the pieces of runs, a `Runner`.
+    """Processes that share the pieces of runs.
 
     A process that dies is replaced, and its pieces are run again. A device that cannot be used, or that other processes
     fill, is reported and left to them, and the others go on.
@@ -43,8 +44,6 @@ class Workers(Pool):
     Raises:
         ValueError: there are no devices.
     """
-
-    shares_files = True
 
     def __init__(self, load: LoadModel, devices: Sequence[str], *, threads: int = 1) -> None:
         if not devices:
@@ -74,25 +73,23 @@ Devices = str | Sequence[str] | Workers
 """`all`, names of devices, or processes that run already."""
 
 
-class DeviceRunner:
-    """A `Runner` on devices: processes with copies of a model that live while pieces are run.
+class DeviceRunner(Runner):
+    """Processes with copies of a model that live while pieces are run.
 
     Args:
         turbo: the model.
         devices: where copies of it run.
     """
 
-    shares_files = True
-
     def __init__(self, turbo: ContextModel, devices: str | Sequence[str]) -> None:
         self._turbo, self._given = turbo, devices
         # Of a string, only `all` is allowed.
         self.devices = "cuda" if isinstance(devices, str) else " ".join(devices)
 
-    def run(
-        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], **options: Any
+    def results(
+        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], units: Sequence[int], progress: Progress
     ) -> Iterator[tuple[int, ResultT]]:
-        """See `Runner.run`.
+        """See `Runner.results`.
 
         Raises:
             ValueError: no devices are named, or there are none.
@@ -105,7 +102,7 @@ class DeviceRunner:
                 f"`devices` must be 'all', a list of names such as ['cuda:0', 'cuda:1'], or Workers, got {names!r}"
             )
         with Workers.of(self._turbo, names) as workers:
-            yield from workers.run(task, pieces, **options)
+            yield from workers.results(task, pieces, units, progress)
 
 
 def cuda_devices() -> tuple[str, ...]:

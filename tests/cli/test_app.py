@@ -28,14 +28,19 @@ def test_help_and_version(esm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["frobnicate"], 'Unknown command "frobnicate"'),
-        (["calibrate", "x.fasta"], "--out"),
-        (["calibrate"], "PROTEINS"),
+        (["frobnicate"], 'Unknown command "frobnicate". Available commands: '),
+        (["frobnicate"], "see esm-turbo --help"),
+        (["embed"], "missing argument PROTEINS; see esm-turbo embed --help"),
+        (["embed", "a", "b", "c"], "unexpected 'c'; the model, esm-extract's first argument, is --model here; see"),
+        (["score", "a", "b", "c"], "unexpected 'c'; results are written to --out; see esm-turbo score --help"),
+        (["generate", "a", "--positions", "3", "5"], "unexpected '5'; results are written to --out, and --positions"),
+        (["info", "a", "b", "c"], "unexpected 'b', 'c'; see esm-turbo info --help"),
+        (["calibrate", "x.fasta"], "missing option --out; see esm-turbo calibrate --help"),
+        (["embed", "x.fasta", "out", "--zzzzzz"], "Unknown option: --zzzzzz; see esm-turbo embed --help"),
         (["embed", "x.fasta", "out", "--include", "logits"], "logits"),
         (["embed", "x.fasta", "out", "--format", "csv"], "csv"),
         (["embed", "x.fasta", "out", "--toks_per_batch", "many"], "many"),
         (["embed", "x.fasta", "out", "--dtype", "int8"], "int8"),
-        (["embed", "x.fasta", "out", "--nope", "1"], "--nope"),
         (["embed", "x.fasta", "out", "--truncation_seq_length", "0"], "must be at least 1, got 0"),
         (
             ["embed", "x.fasta", "out", "--format", "h5", "--include", "cache"],
@@ -47,28 +52,10 @@ def test_help_and_version(esm):
         (["info", "--json", "--length"], "--length"),
     ],
 )
-def test_wrong_arguments_are_refused(esm, arguments, message):
+def test_wrong_arguments_are_refused_in_one_line(esm, arguments, message):
     result = esm(*arguments)
-    assert result.code == 2
+    assert (result.code, result.out) == (2, "")
     assert message in result.error
-    assert not result.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["embed"], "missing argument PROTEINS; see esm-turbo embed --help"),
-        (["embed", "a", "b", "c"], "unexpected 'c'; the model, esm-extract's first argument, is --model here; see"),
-        (["score", "a", "b", "c"], "unexpected 'c'; results are written to --out; see esm-turbo score --help"),
-        (["generate", "a", "--positions", "3", "5"], "unexpected '5'; results are written to --out, and --positions"),
-        (["info", "a", "b", "c"], "unexpected 'b', 'c'; see esm-turbo info --help"),
-        (["calibrate", "x.fasta"], "missing option --out; see esm-turbo calibrate --help"),
-        (["embed", "x.fasta", "out", "--zzzzzz"], "Unknown option: --zzzzzz; see esm-turbo embed --help"),
-        (["frobnicate"], "see esm-turbo --help"),
-    ],
-)
-def test_wrong_arguments_refer_to_the_help_of_their_command(esm, arguments, message):
-    assert message in esm(*arguments).error
 
 
 def test_errors_name_options_as_on_the_command_line(esm, fasta, tmp_path, tiny_folder):

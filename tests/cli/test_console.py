@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,50 +85,42 @@ def test_short_runs_are_silent_without_a_terminal(capsys: pytest.CaptureFixture[
     assert capsys.readouterr() == ("", "")
 
 
-def test_long_runs_print_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with progress_bar("residues") as progress:
-        for seconds in range(1, 101):
-            now = 100.0 + seconds
-            progress("check", seconds, 20) if seconds <= 20 else progress("score", 2000 * (seconds - 20), 1_000_000)
-    assert capsys.readouterr() == (
-        "",
-        "esm-turbo: check: 10 of 20 residues, 1.0 per second, 10 s left\n"
-        "esm-turbo: score: 40,000 of 1,000,000 residues, 2,000 per second, 8 min left\n"
-        "esm-turbo: score: 100,000 of 1,000,000 residues, 2,000 per second, 8 min left\n"
-        "esm-turbo: score: 160,000 of 1,000,000 residues, 2,000 per second, 7 min left\n",
-    )
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`lines((seconds, stage, done, total), ...)`: what calls at these times print where there is no terminal."""
 
-
-def test_time_between_stages_counts_for_neither(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with progress_bar("residues") as progress:
-        progress("calibrate", 5, 5)
+    def printed(*calls: tuple[float, str, int, int]) -> list[str]:
         now = 100.0
-        progress("measure", 0, 60)
-        now = 140.0
-        progress("measure", 20, 60)
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "esm-turbo: measure: 20 of 60 residues, 0.5 per second, 80 s left"
-    )
+        monkeypatch.setattr(console.time, "monotonic", lambda: now)
+        with progress_bar("residues") as progress:
+            for seconds, *call in calls:
+                now = 100.0 + seconds
+                progress(*call)
+        out, err = capsys.readouterr()
+        assert out == "" and all(line.startswith("esm-turbo: ") for line in err.splitlines())
+        return [line.removeprefix("esm-turbo: ") for line in err.splitlines()]
+
+    return printed
 
 
-def test_a_long_run_without_results_yet_has_no_rate(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with progress_bar("samples") as progress:
-        now = 60.0
-        progress("generate", 0, 7)
-        progress("generate", 7, 7)
-    assert capsys.readouterr().err == "esm-turbo: generate: 0 of 7 samples\n"
+def test_long_runs_print_a_line_now_and_then(lines: Callable[..., list[str]]) -> None:
+    checks = [(seconds, "check", seconds, 20) for seconds in range(1, 21)]
+    scores = [(seconds, "score", 2000 * (seconds - 20), 1_000_000) for seconds in range(21, 101)]
+    assert lines(*checks, *scores) == [
+        "check: 10 of 20 residues, 1.0 per second, 10 s left",
+        "score: 40,000 of 1,000,000 residues, 2,000 per second, 8 min left",
+        "score: 100,000 of 1,000,000 residues, 2,000 per second, 8 min left",
+        "score: 160,000 of 1,000,000 residues, 2,000 per second, 7 min left",
+    ]
+
+
+def test_time_between_stages_counts_for_neither(lines: Callable[..., list[str]]) -> None:
+    found = lines((0, "calibrate", 5, 5), (100, "measure", 0, 60), (140, "measure", 20, 60))
+    assert found[-1] == "measure: 20 of 60 residues, 0.5 per second, 80 s left"
+
+
+def test_a_long_run_without_results_yet_has_no_rate(lines: Callable[..., list[str]]) -> None:
+    assert lines((60, "generate", 0, 7), (60, "generate", 7, 7)) == ["generate: 0 of 7 residues"]
 
 
 def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

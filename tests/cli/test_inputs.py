@@ -175,78 +175,58 @@ def test_a_device_may_be_named_for_two_outputs(esm, fasta, tmp_path, tiny_folder
     assert esm("generate", fasta, *options, "--out", os.devnull, "--json", os.devnull).code == 0
 
 
-def config_of(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def with_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
 
 
-def bert(folder):
-    config_of(folder, model_type="bert", architectures=["BertForMaskedLM"])
+def with_weights(change):
+    def replace(folder):
+        path = folder / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return replace
 
 
-def esm1b(folder):
-    config_of(folder, position_embedding_type="absolute")
+def with_nan(weights):
+    weights["esm.encoder.layer.1.attention.self.key.weight"][3, 4] = float("nan")
+    return weights
 
 
-def esmfold(folder):
-    config_of(folder, is_folding_model=True)
+UNUSABLE = {
+    "bert": (
+        with_config(model_type="bert", architectures=["BertForMaskedLM"]),
+        "not ESM-2, ESM-C or E1 but model type 'bert'",
+    ),
+    "esm1b": (
+        with_config(position_embedding_type="absolute"),
+        "not ESM-2 but an ESM model with absolute positions",
+    ),
+    "esmfold": (with_config(is_folding_model=True), "folding"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "not a complete checkpoint"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "not a complete checkpoint"),
+    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "not a complete checkpoint"),
+    "truncated": (lambda folder: os.truncate(folder / "model.safetensors", 2000), "the weights are damaged"),
+    "other weights": (
+        with_weights(lambda _: {f"bert.encoder.layer.{index}.weight": torch.zeros(3) for index in range(3)}),
+        "weights of the encoder, such as esm.embeddings.word_embeddings.weight",
+    ),
+    "nan": (with_weights(with_nan), "esm.encoder.layer.1.attention.self.key.weight holds NaN or infinity"),
+}
 
 
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-def no_config(folder):
-    (folder / "config.json").unlink()
-
-
-def broken_config(folder):
-    (folder / "config.json").write_text("{")
-
-
-def truncated_weights(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:2000])
-
-
-def other_weights(folder):
-    weights = {f"bert.encoder.layer.{index}.weight": torch.zeros(3) for index in range(3)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def nan_weights(folder):
-    weights = load_file(folder / "model.safetensors")
-    name = "esm.encoder.layer.1.attention.self.key.weight"
-    weights[name][3, 4] = float("nan")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (bert, "not ESM-2, ESM-C or E1 but model type 'bert'"),
-        (esm1b, "not ESM-2 but an ESM model with absolute positions"),
-        (esmfold, "folding"),
-        (no_weights, "not a complete checkpoint"),
-        (no_config, "not a complete checkpoint"),
-        (broken_config, "not a complete checkpoint"),
-        (truncated_weights, "the weights are damaged"),
-        (other_weights, "weights of the encoder, such as esm.embeddings.word_embeddings.weight"),
-        (nan_weights, "esm.encoder.layer.1.attention.self.key.weight holds NaN or infinity"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.mark.parametrize(("damage", "message"), UNUSABLE.values(), ids=UNUSABLE)
 def test_an_unusable_model_is_refused(esm, fasta, tmp_path, tiny_folder, damage, message):
     folder = shutil.copytree(tiny_folder, tmp_path / "damaged")
     damage(folder)
-    result = esm("calibrate", fasta, "--model", folder, "--out", tmp_path / "c")
-    assert result.code == 2
-    assert message in result.error
-    assert not (tmp_path / "c").exists()
-    result = esm("embed", fasta, tmp_path / "out", "--model", folder)
-    assert result.code == 2
-    assert message in result.error
-    assert not (tmp_path / "out").exists()
+    for command in (["calibrate", fasta, "--out", tmp_path / "out"], ["embed", fasta, tmp_path / "out"]):
+        result = esm(*command, "--model", folder)
+        assert result.code == 2
+        assert message in result.error
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["calibrate", "embed", "evaluate", "info"])
@@ -327,32 +307,25 @@ def test_a_damaged_vocabulary_is_named(esm, fasta, tmp_path, tiny_folder, conten
     assert result.error == f"{model}: vocab.txt is damaged: it is not text; copy it again from the checkpoint"
 
 
+LOADING = "the embedded model cannot be loaded"
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "code", "message"),
     [
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-        ImportError("libx.so: failed to map segment from shared object"),
+        (MemoryError(), 1, f"not enough memory ({LOADING}: MemoryError)"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, f"not enough memory ({LOADING}: DefaultCPU"),
+        (ImportError("libx.so: failed to map segment from shared object"), 1, f"not enough memory ({LOADING}: libx"),
+        (AssertionError(), 2, f"{LOADING}: AssertionError"),
     ],
 )
-def test_too_little_memory_is_not_called_damage(esm, fasta, tmp_path, monkeypatch, error):
+def test_too_little_memory_is_not_called_damage(esm, fasta, tmp_path, monkeypatch, error, code, message):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(TurboEsm, "from_pretrained", fail)
     result = esm("calibrate", fasta, "--out", tmp_path / "c")
-    assert result.code == 1
-    reason = str(error) or "MemoryError"
-    assert result.error == f"not enough memory (the embedded model cannot be loaded: {reason})"
-
-
-def test_an_error_without_a_text_has_its_name(esm, fasta, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise AssertionError
-
-    monkeypatch.setattr(TurboEsm, "from_pretrained", fail)
-    result = esm("calibrate", fasta, "--out", tmp_path / "c")
-    assert (result.code, result.error) == (2, "the embedded model cannot be loaded: AssertionError")
+    assert result.code == code and result.error.startswith(message) and str(error) in result.error
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", None], ids=["empty", "text", "altered"])

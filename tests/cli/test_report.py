@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from esm_turbo.cli.report import bytes_text, calibration_report, failures, info_report
-from esm_turbo.proteins.fasta import BadRecord
+from esm_turbo.cli.report import bytes_text, calibration_report, info_report
 
 
 def text_of(*parts: object) -> str:
@@ -22,23 +21,10 @@ def text_of(*parts: object) -> str:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1.9 * 2**30, "1.9 GiB"),
-        (2**51, "2048.0 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.9 * 2**30, "1.9 GiB"), (2**51, "2048.0 TiB")],
 )
 def test_bytes(count: float, text: str) -> None:
     assert bytes_text(count) == text
-
-
-def test_failures() -> None:
-    assert failures([BadRecord("a", "empty"), BadRecord("#2", "no id")]) == [
-        {"record": "a", "reason": "empty"},
-        {"record": "#2", "reason": "no id"},
-    ]
 
 
 def test_calibration_by_class_and_length(turbo: Any) -> None:
@@ -67,6 +53,7 @@ def test_values_of_every_type() -> None:
         "bytes": 12345,
         "cache": {"batch_size": 3, "tokens": 1024, "presets": {"exact": sizes(4096.0, 32.0, 1.0)}},
         "environment": {"torch": "2.11"},
+        "truncation": None,
     }
     rows = {tuple(line.split()) for line in text_of(*info_report(result)).splitlines()}
     for row in (
@@ -81,6 +68,8 @@ def test_values_of_every_type() -> None:
         "torch 2.11",
     ):
         assert tuple(row.split()) in rows, row
+    # What has no value is left out.
+    assert not any("truncation" in row for row in rows)
 
 
 def test_a_store_without_look_ups_has_no_rates() -> None:
@@ -95,8 +84,3 @@ def test_a_store_without_look_ups_has_no_rates() -> None:
 
 def sizes(count: float, bits: float, ratio: float) -> dict[str, float]:
     return {"bytes": count, "bits_per_element": bits, "ratio_to_fp32": ratio}
-
-
-def test_what_has_no_value_is_left_out() -> None:
-    shown = text_of(*info_report({"kind": "embeddings", "proteins": 2, "truncation_seq_length": None}))
-    assert "proteins" in shown and "truncation" not in shown

@@ -22,25 +22,20 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_an_idle_machine_is_used_whole(eight_cores: pytest.MonkeyPatch) -> None:
-    assert threads.default_threads() == 8
-
-
-@pytest.mark.parametrize(("load", "expected"), [(0.4, 8), (2.6, 5), (7.0, 1), (30.0, 1)])
-def test_busy_cores_are_left_alone(eight_cores: pytest.MonkeyPatch, load: float, expected: int) -> None:
-    eight_cores.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert threads.default_threads() == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(3.5, 3), (0.5, 1), (64.0, 8)])
-def test_a_container_is_not_exceeded(eight_cores: pytest.MonkeyPatch, quota: float, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("load", "quota", "expected"),
+    [
+        (0.4, None, 8), (2.6, None, 5), (7.0, None, 1), (30.0, None, 1),
+        (0.0, 3.5, 3), (0.0, 0.5, 1), (0.0, 64.0, 8),
+    ],
+)  # fmt: skip
+def test_neither_busy_cores_nor_the_limits_of_a_container_are_exceeded(
+    eight_cores: pytest.MonkeyPatch, load: float, quota: float | None, expected: int
+) -> None:
+    eight_cores.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
     eight_cores.setattr(threads, "_quota", lambda: quota)
     assert threads.default_threads() == expected
-
-
-def test_the_environment_variable_decides(eight_cores: pytest.MonkeyPatch) -> None:
     eight_cores.setenv("OMP_NUM_THREADS", "8")
-    eight_cores.setattr(os, "getloadavg", lambda: (30.0, 0.0, 0.0))
     assert threads.default_threads() == 8
 
 

@@ -70,8 +70,18 @@ def die_at_once(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Failing:
+    """What pieces that no process survives, or that fail, return."""
+
+    def failed(self, piece: Any, reason: str) -> tuple[int, str]:
+        return -1, reason
+
+    def has_failed(self, result: Any) -> bool:
+        return isinstance(result, tuple) and result[0] < 0
+
+
 @dataclass(frozen=True)
-class Squares:
+class Squares(Failing):
     """Squares numbers. Dies at `deadly` ones: the first `times` times, which files in a folder count."""
 
     folder: Path
@@ -93,12 +103,6 @@ class Squares:
                 yield held.pop(0) ** 2, turbo
         for piece in held:
             yield piece**2, turbo
-
-    def failed(self, piece: int, reason: str) -> tuple[int, str]:
-        return -1, reason
-
-    def has_failed(self, result: tuple[int, str]) -> bool:
-        return result[0] < 0
 
 
 @dataclass(frozen=True)
@@ -146,17 +150,14 @@ class HalfAnAnswer(Squares):
         yield from super().run(turbo, pieces, progress)
 
 
-@dataclass(frozen=True)
-class Echo:
-    """Returns pieces of text as they are; meanwhile a thread logs, if it should."""
-
-    logs: bool = False
+class Echo(Failing):
+    """Returns pieces of text as they are, while a thread logs."""
 
     def run(self, turbo: Any, pieces: Iterable[str], progress: object) -> Iterator[str]:
         done = threading.Event()
 
         def log() -> None:
-            while self.logs and not done.is_set():
+            while not done.is_set():
                 logging.getLogger("esm_turbo").warning("a context is damaged")
 
         thread = threading.Thread(target=log)
@@ -170,23 +171,11 @@ class Echo:
             done.set()
             thread.join()
 
-    def failed(self, piece: str, reason: str) -> str:
-        return reason
 
-    def has_failed(self, result: str) -> bool:
-        return False
-
-
-class Pids:
+class Pids(Failing):
     """Waits so many seconds, and returns the number of the process."""
 
     def run(self, turbo: Any, pieces: Iterable[float], progress: object) -> Iterator[int]:
         for piece in pieces:
             time.sleep(piece)
             yield os.getpid()
-
-    def failed(self, piece: float, reason: str) -> int:
-        return -1
-
-    def has_failed(self, result: int) -> bool:
-        return False

@@ -22,12 +22,13 @@ from esm_turbo.parallel.shards import (
     Manifest,
     ShardError,
     finish_shard,
+    input_digests,
     shard_output,
     shards_folder,
     shards_state,
 )
 from esm_turbo.tasks.common import forwards
-from esm_turbo.tasks.common.pieces import Plan, Shard
+from esm_turbo.tasks.common.pieces import Shard
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
 Run = Callable[..., int]
@@ -117,16 +118,18 @@ def test_more_shards_than_files_that_may_be_open(suffix: str, tmp_path: Path) ->
     columns = ["target", "rank", "candidate", "arm", "pseudo_perplexity"]
     types = {"rank": int, "pseudo_perplexity": float}
     for number in range(1, count + 1):
-        plan = Plan(Shard(number, count), count, [number - 1], "plan")
         rows = [[f"t{target}", 1, f"c{number}", "turbo", float(number)] for target in targets]
         shards_folder(out).mkdir(exist_ok=True)
         write_table(shard_output(out, Shard(number, count)), columns, iter(rows), types, {})
-        order = [(target, 1) for target in targets]
-        partial = {target: [number] for target in targets}
-        manifest = Manifest.of(Shard(number, count), "score", "table", [source]).with_results(
-            plan, order=order, partial=partial
+        order = [[target, 1] for target in targets]
+        partial = {str(target): [number] for target in targets}
+        inputs = input_digests([source])
+        finish_shard(
+            out,
+            Manifest(
+                Shard(number, count), "score", "table", inputs, {}, {}, count, "plan", [number - 1], order, partial
+            ),
         )
-        finish_shard(out, manifest)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
     try:
@@ -250,25 +253,21 @@ def test_more_shards_than_pieces(run: Run, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
-        (["--shard", "3/2", "--out", "x.csv"], "a shard is written K/N with K from 1 to N, such as 3/16; got '3/2'"),
-        (["--shard", "1/2"], "--shard 1/2 writes a part of an output; name the output with --out"),
+        (["c.csv", "--shard", "3/2"], "a shard is written K/N with K from 1 to N, such as 3/16; got '3/2'"),
+        (["none.csv", "--shard", "1/2"], "none.csv: there is no such file; check the path"),
+        (["folder", "--shard", "1/2"], "folder: is no file; with --shard, each input must be one that all shards read"),
+        (["-", "--shard", "1/2"], "/dev/stdin: is no file; with --shard, "),
     ],
 )
-def test_shards_that_are_none(run: Run, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
-    before = set(Path().iterdir())
-    assert run("score", "t.fasta", "c.csv", *options) == 2
-    assert message in capsys.readouterr().err
-    assert set(Path().iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("none.csv", "none.csv: there is no such file; check the path"), ("folder", "folder: is no file; with --shard, ")],
-)
-def test_inputs_of_shards_are_files(run: Run, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+def test_what_cannot_be_shared_is_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     Path("folder").mkdir()
-    assert run("score", "t.fasta", name, "--shard", "1/2", "--out", "x.csv") == 2
+    before = set(Path().iterdir())
+    assert run("score", "t.fasta", *arguments, "--out", "x.csv") == 2
     assert message in capsys.readouterr().err
-    assert not list(Path().glob("x.csv*"))
+    assert run("score", "t.fasta", "c.csv", "--shard", "1/2") == 2
+    assert "--shard 1/2 writes a part of an output; name the output with --out" in capsys.readouterr().err
+    assert set(Path().iterdir()) == before

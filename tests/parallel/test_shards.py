@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from esm_turbo.parallel.shards import (
     ShardError,
     damage,
     finish_shard,
+    input_digests,
     is_done,
     manifest_name,
     shard_output,
     shards_folder,
     shards_state,
 )
+from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
 
@@ -25,9 +28,10 @@ def manifest(folder: Path, number: int = 1, names: Sequence[str] = ("a", "b", "c
     (folder / "in.fasta").write_text(">a\nMK\n")
     plan = Plan(Shard(number, 2))
     plan.choose([[index] for index in range(len(names))], names, range(len(names), 0, -1))
-    return Manifest.of(Shard(number, 2), "score", "table", [folder / "in.fasta"]).with_results(
-        plan, settings=settings, run={"device": "cpu"}, order=[(0, 2)], partial={0: [1, 0]}, failed=[("x", "y")]
-    )
+    return Manifest(
+        plan.shard, "score", "table", input_digests([folder / "in.fasta", None]), settings, {"device": "cpu"},
+        plan.total, plan.digest, plan.chosen, order=[[0, 2]], partial={"0": [1, 0]}, failed=[["x", "y"]],
+    )  # fmt: skip
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -44,7 +48,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="shard 1/2 was made with another model: weights w, not v"):
         is_done(out, manifest(tmp_path, weights="v"))
     state = shards_state(out)
-    assert (state.of, list(state.manifests), state.missing, state.failed) == (2, [1], [2], [["x", "y"]])
+    assert (state.of, list(state.manifests), state.missing, state.failed) == (2, [1], [2], [BadRecord("x", "y")])
     # Under another number it is damaged.
     path.rename(path.with_name(manifest_name(Shard(2, 2))))
     assert "the manifest of shard 1/2" in shards_state(out).problems[0]
@@ -73,32 +77,24 @@ def test_a_link_is_no_file_of_a_shard(tmp_path: Path) -> None:
     assert damage(output.parent, made) == [f"{output}: is missing"]
 
 
-def test_inputs_are_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="with --shard, each input must be one that all shards read"):
-        Manifest.of(Shard(1, 2), "score", "table", ["/dev/stdin"])
-
-
 def test_inputs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     targets, others, candidates = (tmp_path / name / "in.fasta" for name in ("targets", "others", "candidates"))
     for path, residues in ((targets, "MK"), (others, "WW"), (candidates, "GS")):
         path.parent.mkdir()
         path.write_text(f">a\n{residues}\n")
-
-    def made(number: int, first: Path) -> Manifest:
-        plan = Plan(Shard(number, 2))
-        # Equal names and lengths: the division of the input is the same.
-        plan.choose([[0], [1]], ["a", "b"], [1, 1])
-        return Manifest.of(Shard(number, 2), "score", "table", [first, candidates]).with_results(plan)
-
     out = tmp_path / "x.csv"
     shards_folder(out).mkdir()
-    finish_shard(out, made(1, targets))
-    assert is_done(out, made(1, targets))
+    # The division of the input is the same.
+    made, altered = (
+        replace(manifest(tmp_path), inputs=input_digests([first, candidates])) for first in (targets, others)
+    )
+    assert list(made.inputs) == ["in.fasta", "in.fasta (2)"]
+    finish_shard(out, made)
+    assert is_done(out, made)
     with pytest.raises(ShardError, match=r"shard 1/2 was made with another content of in\.fasta;"):
-        is_done(out, made(1, others))
-    finish_shard(out, made(2, others))
+        is_done(out, altered)
+    finish_shard(out, replace(manifest(tmp_path, 2), inputs=altered.inputs))
     assert shards_state(out).problems == ["shard 2/2 is of another content of in.fasta as shard 1/2"]
-    assert list(made(1, targets).inputs) == ["in.fasta", "in.fasta (2)"]
 
 
 def test_shards_of_versions_that_divide_otherwise_do_not_mix(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from esm_turbo.cli.commands.status import status
 from esm_turbo.cli.commands.store import store
 from esm_turbo.cli.commands.variants import variants
 from esm_turbo.cli.commands.warmup import warmup
-from esm_turbo.cli.inputs import usage, with_checked_outputs
+from esm_turbo.cli.inputs import with_checked_outputs
 
 app = App(
     name="esm-turbo",
@@ -43,4 +43,4 @@ for command in (
     info,
     warmup,
 ):
-    app.command(with_checked_outputs(command), usage=usage(command))
+    app.command(with_checked_outputs(command))

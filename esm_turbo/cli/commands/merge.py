@@ -6,6 +6,7 @@ from pathlib import Path
 
 from esm_turbo.cli.console import say, show
 from esm_turbo.cli.options import JsonFile
+from esm_turbo.cli.report import failures
 from esm_turbo.files.paths import Output, check_outputs
 
 
@@ -23,16 +24,11 @@ def merge(out: Path, /, *, json: JsonFile = None) -> int:
     from esm_turbo.parallel.shards import shards_state
 
     state = shards_state(out)
-    for one in list(state.manifests.values())[:1]:
-        check_outputs([Output(out, "text" if one.kind == "table" else one.kind)], [])
+    for first in list(state.manifests.values())[:1]:
+        check_outputs([Output(out, "text" if first.kind == "table" else first.kind)], [])
     join(out, state)
-    for record, reason in state.failed:
-        say(f"error: record {record!r}: {reason}")
-    text = f"{state.of} shards merged into {out}"
-    result = {
-        "out": str(out),
-        "shards": state.of,
-        "failed": [{"record": record, "reason": reason} for record, reason in state.failed],
-    }
-    show(text, to_json=json, result=result)
+    for one in state.failed:
+        say(f"error: record {one.record!r}: {one.reason}")
+    result = {"out": str(out), "shards": state.of, "failed": failures(state.failed)}
+    show(f"{state.of} shards merged into {out}", to_json=json, result=result)
     return 1 if state.failed else 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from esm_turbo.cli.console import say, show
 from esm_turbo.cli.options import JsonFile
+from esm_turbo.cli.report import failures
 
 
 def status(out: Path, /, *, json: JsonFile = None) -> int:
@@ -24,8 +25,8 @@ def status(out: Path, /, *, json: JsonFile = None) -> int:
     state = shards_state(out)
     for problem in state.problems:
         say(f"error: {problem}")
-    for record, reason in state.failed:
-        say(f"error: record {record!r}: {reason}")
+    for one in state.failed:
+        say(f"error: record {one.record!r}: {one.reason}")
     missing = ", ".join(map(str, state.missing))
     lines = [f"{len(state.manifests)} of {state.of} shards in {shards_folder(out)} are done"]
     lines += [f"missing: {missing}"] if missing else []
@@ -37,7 +38,7 @@ def status(out: Path, /, *, json: JsonFile = None) -> int:
         "done": sorted(state.manifests),
         "missing": state.missing,
         "problems": state.problems,
-        "failed": [{"record": record, "reason": reason} for record, reason in state.failed],
+        "failed": failures(state.failed),
     }
     show("; ".join(lines), to_json=json, result=result)
     return 0 if state.is_complete and not state.failed else 1

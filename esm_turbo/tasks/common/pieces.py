@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -50,7 +51,7 @@ class Task(Protocol[_Piece, _Result]):
         """Whether any record of a piece has failed."""
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Where pieces are run: in this process, in others, or on other machines.
 
     Attributes:
@@ -58,11 +59,8 @@ class Runner(Protocol):
         devices: what the pieces run on, such as `cpu` or `cuda:0 cuda:1`; None for the model's own.
     """
 
-    @property
-    def shares_files(self) -> bool: ...
-
-    @property
-    def devices(self) -> str | None: ...
+    shares_files = True
+    devices: str | None = None
 
     def run(
         self,
@@ -79,36 +77,34 @@ class Runner(Protocol):
             task: what is done with a piece.
             pieces: the pieces.
             stage: name of the run for `progress`.
-            units: size of each piece, by which progress is counted; the largest are best begun first.
+            units: size of each piece, by which progress is counted.
             progress: see `Progress`.
         """
+        counter = StageProgress(progress, stage, sum(units))
+        counter.advance(0)
+        for index, result in self.results(task, pieces, units, counter.within):
+            yield index, result
+            # After the result was used: when it was written, for example.
+            counter.advance(units[index])
+
+    @abstractmethod
+    def results(
+        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], units: Sequence[int], progress: Progress
+    ) -> Iterator[tuple[int, ResultT]]:
+        """As `run`, which counts what is finished; `progress` is of the piece that runs now, if that can be told."""
 
 
-class InProcessRunner:
+class InProcessRunner(Runner):
     """Runs pieces in this process, in their order."""
-
-    shares_files = True
-    devices: str | None = None
 
     def __init__(self, turbo: ContextModel) -> None:
         self.turbo = turbo
 
-    def run(
-        self,
-        task: Task[PieceT, ResultT],
-        pieces: Sequence[PieceT],
-        *,
-        stage: str,
-        units: Sequence[int],
-        progress: Progress | None = None,
+    def results(
+        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], units: Sequence[int], progress: Progress
     ) -> Iterator[tuple[int, ResultT]]:
-        """See `Runner.run`."""
-        counter = StageProgress(progress, stage, sum(units))
-        counter.advance(0)
-        for index, result in enumerate(task.run(self.turbo, pieces, counter.within)):
-            yield index, result
-            # After the result was used: when it was written, for example.
-            counter.advance(units[index])
+        """See `Runner.results`."""
+        return enumerate(task.run(self.turbo, pieces, progress))
 
 
 class Shard(NamedTuple):
@@ -140,22 +136,22 @@ class Shard(NamedTuple):
 
 @dataclass
 class Plan:
-    """Which pieces of a run are done here.
+    """Which pieces of a run are those of a shard.
 
     Attributes:
-        shard: None for all of them.
+        shard: the shard.
         total: number of all pieces, after `choose`.
-        chosen: indices of those that are done here, after `choose`.
+        chosen: indices of its own, after `choose`.
         digest: hash over all pieces, after `choose`: shards of one run have the same.
     """
 
-    shard: Shard | None = None
+    shard: Shard
     total: int = 0
     chosen: list[int] = field(default_factory=list)
     digest: str = ""
 
     def choose(self, pieces: Sequence[IndicesT], names: Sequence[str], costs: Sequence[int]) -> list[IndicesT]:
-        """The pieces that are done here.
+        """The pieces of the shard.
 
         Args:
             pieces: indices of the records of each.
@@ -166,10 +162,7 @@ class Plan:
         described = (f"{cost} {' '.join(names[i] for i in piece)}" for cost, piece in zip(sums, pieces, strict=True))
         self.digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
         self.total = len(pieces)
-        if self.shard is None:
-            self.chosen = list(range(len(pieces)))
-        else:
-            self.chosen = balanced(sums, self.shard.of)[self.shard.number - 1]
+        self.chosen = balanced(sums, self.shard.of)[self.shard.number - 1]
         return [pieces[number] for number in self.chosen]
 
 
