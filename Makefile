@@ -6,7 +6,7 @@
 #   PYTHON       the interpreter that makes the environments, 3.11 or newer   make test PYTHON=python3.12
 #   WORKERS      test processes, `auto` for one a core (8 at most)            make test WORKERS=1
 #   PYTEST_ARGS  more arguments of pytest                                     make test PYTEST_ARGS="-k cache -x"
-#   JOBS         processes of `make results` and `make attack`                make results JOBS=16
+#   JOBS         processes of `make attack`                                   make attack JOBS=16
 #   SECONDS, SEED  of `make attack`                                           make attack SECONDS=600 SEED=7
 #   KILLS, SEED    of `make kills`                                            make kills KILLS=50
 # pip reads its own variables. On Linux the package index serves torch with CUDA; for the CPU build set
@@ -109,8 +109,8 @@ else
 	@echo "no notebooks yet"
 endif
 
-results: $(VENV)/.installed-dev  ## measure accuracy anew (two hours of one core), then make the tables and images
-	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.run results --jobs $(JOBS) --save
+results: $(VENV)/.installed-dev  ## measure accuracy anew (hours of one core), then make the tables and images
+	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.run results --threads 1 --save
 	$(VENV)/bin/python -m benchmarks.report.tables
 	$(VENV)/bin/python -m benchmarks.report.plots
 

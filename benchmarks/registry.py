@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.accuracy import (
     allocation,
-    designs,
     homologs,
     long_proteins,
     presets,
@@ -49,7 +48,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A named group of rows about accuracy or sizes, which may run in parallel with other processes.
+    """A named group of rows about accuracy or sizes.
 
     Attributes:
         summary: for --help.
@@ -146,6 +145,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(cold_start.cold_cases, ESM2_650M, 24, 30.0),
         most_repeats=1,
     ),
+    "store_read_cuda": Benchmark(
+        "reading a context from a store, compared with its prefill, all layers of 650M",
+        partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
+        most_repeats=9,
+    ),
     "identity_cuda": Benchmark(
         "cost of recognising a model: opening a store, looking for changes, captured calls with and without it",
         partial(identity.cases, ESM2_650M, 1024, 12, "cuda", torch.bfloat16, calls=20, at_most=1.02),
@@ -169,7 +173,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
 
 TIMED = BENCHMARKS | GPU_BENCHMARKS
 
-# The longest first, so that parallel processes finish at about the same time.
 EXPERIMENTS: dict[str, Experiment] = {
     "accuracy": Experiment(
         "accuracy and memory of the package's presets on CATH domains and long proteins",
@@ -192,23 +195,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: homologs.cases(max_families=limit),
     ),
     "windows": Experiment(
-        "long proteins in windows against the full run, by window, overlap, memory and preset",
+        "long proteins in windows against the full run, by window, memory and preset",
         "windows",
-        lambda limit: chain(
-            long_proteins.accuracy_cases(
-                [Windows(window, 64, memory) for window in (256, 512) for memory in (0, 256, 512, 1024)],
-                ("exact", "turbo3"),
-                max_proteins=limit,
-            ),
-            long_proteins.accuracy_cases(
-                [Windows(256, overlap, 512) for overlap in (0, 16, 128)], ("exact",), max_proteins=limit
-            ),
+        lambda limit: long_proteins.accuracy_cases(
+            [Windows(window, 64, memory) for window in (256, 512) for memory in (0, 256, 512, 1024)],
+            ("exact", "turbo3"),
+            max_proteins=limit,
         ),
-    ),
-    "designs": Experiment(
-        "pseudo-perplexity of designs under the full model by how their contexts were kept, with the same seeds",
-        "designs",
-        lambda limit: designs.cases(max_proteins=limit),
     ),
     "screening": Experiment(
         "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",

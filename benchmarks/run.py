@@ -1,7 +1,7 @@
 """Run benchmarks and experiments and print their figures; with --out or --save, also append them to JSON lines files.
 
     python -m benchmarks.run [NAME ...] [--repeats N] [--threads N] [--cases TEXT] [--out benchmarks/results/cpu.jsonl]
-    python -m benchmarks.run results --jobs 16 --save
+    python -m benchmarks.run results --threads 1 --save
     python -m benchmarks.run gpu --threads 16 --save
 
 The results of every row are checked before anything is measured. A row that fails is refused, and the exit code is 1.
@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import multiprocessing
 import os
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,39 +177,6 @@ def _free_device() -> None:
         torch.cuda.empty_cache()
 
 
-def run_side_by_side(names: Sequence[str], settings: Settings, jobs: int) -> int:
-    """Run the cases of experiments in several processes, one case per process at a time.
-
-    Args:
-        names: of experiments.
-        settings: of the run; `threads` is per process.
-        jobs: number of processes.
-
-    Returns:
-        The number of cases that were refused or failed.
-    """
-    # Forked processes would inherit the locks of PyTorch's threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare, initargs=(settings.threads,)) as pool:
-        futures = [
-            pool.submit(_run_one, name, index, settings)
-            for name in names
-            for index, _ in enumerate(settings.cases(name))
-        ]
-        return sum(not future.result() for future in as_completed(futures))
-
-
-def _run_one(name: str, index: int, settings: Settings) -> bool:
-    """Run one case by its index; whether it succeeded."""
-    case = next(itertools.islice(settings.cases(name), index, None))
-    try:
-        return run_case(name, case, settings) is not None
-    except Exception:
-        # The other cases should still finish and be written.
-        _report_failure(name, case)
-        return False
-
-
 def _prepare(threads: int) -> None:
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
@@ -248,8 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark, experiment or group; speed by default")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repeats of each measurement")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch on the CPU; 2, or 1 with --jobs")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel processes, for experiments only")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of PyTorch on the CPU")
     parser.add_argument("--seconds", type=float, metavar="N", help="start no further case after N seconds")
     parser.add_argument("--max-proteins", type=int, metavar="N", help="use only the first N proteins per set")
     parser.add_argument("--cases", default="", metavar="TEXT", help="only the cases whose names contain this")
@@ -261,19 +224,18 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(names) - set(TIMED) - set(EXPERIMENTS))
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; choose from {', '.join([*TIMED, *EXPERIMENTS])}")
-    threads = options.threads if options.threads is not None else 1 if options.jobs > 1 else 2
-    numbers = (options.repeats, threads, options.jobs, 1 if options.max_proteins is None else options.max_proteins)
-    if min(numbers) < 1:
-        parser.error("--repeats, --threads, --jobs and --max-proteins must be at least 1")
+    if min(options.repeats, options.threads, 1 if options.max_proteins is None else options.max_proteins) < 1:
+        parser.error("--repeats, --threads and --max-proteins must be at least 1")
     settings = Settings(
-        options.repeats, threads, options.max_proteins, options.out, options.save, options.seconds, options.cases
+        options.repeats,
+        options.threads,
+        options.max_proteins,
+        options.out,
+        options.save,
+        options.seconds,
+        options.cases,
     )
-    _prepare(threads)
-    if options.jobs > 1:
-        timed = [name for name in names if name in TIMED]
-        if timed:
-            parser.error(f"timed benchmarks must run alone, without --jobs: {', '.join(timed)}")
-        return 1 if run_side_by_side(names, settings, options.jobs) else 0
+    _prepare(options.threads)
     return 1 if run_in_turn(names, settings) else 0
 
 

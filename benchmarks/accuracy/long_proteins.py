@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from transformers import EsmForMaskedLM
 
@@ -24,7 +23,6 @@ from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows, iter_wi
 
 _MODULE = "benchmarks.accuracy.long_proteins"
 _SET = "long_human"
-_PLACES = 8
 _CHECKED_RESIDUES = 200
 # float32 summed in two orders; hidden states are of size one.
 _TOLERANCE = 1e-4
@@ -77,7 +75,7 @@ def _accuracy_case(cut: Windows, preset: str, max_proteins: int | None) -> Case:
     def measure(repeats: int) -> Figures:
         turbo = _turbo(preset)
         last = turbo.model.config.num_hidden_layers
-        parts, places = [], []
+        parts = []
         for record in evaluation_set(_SET, max_proteins):
             residues = turbo.codes.encode(record.sequence, record.id)
             found = torch.cat([states[last] for _, states, _ in iter_windows(turbo, residues, cut, [last])])
@@ -85,22 +83,13 @@ def _accuracy_case(cut: Windows, preset: str, max_proteins: int | None) -> Case:
             expected = full.last_hidden_state[0, 1:-1]
             pair = [Outputs(to_float64(x), to_float64(turbo.model.lm_head(x[None])[0])) for x in (expected, found)]
             parts.append(TokenErrors.compare(*pair))
-            for (start, _), (first, stop) in zip(cut.spans(len(residues)), cut.kept(len(residues)), strict=True):
-                places.append(np.arange(first, stop) - start)
-        errors, place = TokenErrors.join(parts), np.concatenate(places)
-        width = -(-cut.window // _PLACES)
-        by_place = []
-        for begin in range(0, cut.window, width):
-            chosen = errors[(place >= begin) & (place < begin + width)]
-            by_place.append({"from": begin, "to": min(begin + width, cut.window), **_cosine(chosen)})
         return rounded(
             {
                 "proteins": f"{_SET}.fasta",
                 "tested": len(parts),
                 **dataclasses.asdict(cut),
                 "preset": preset,
-                "against_full": {**dataclasses.asdict(errors.accuracy()), **_cosine(errors)},
-                "by_place_in_window": by_place,
+                "against_full": dataclasses.asdict(TokenErrors.join(parts).accuracy()),
             }
         )
 
@@ -112,19 +101,6 @@ def _accuracy_case(cut: Windows, preset: str, max_proteins: int | None) -> Case:
         check=_check,
         measure=measure,
     )
-
-
-def _cosine(errors: TokenErrors) -> Figures:
-    if not len(errors):
-        return {"tokens": 0}
-    q01, q10, q50 = np.quantile(errors.cosine, [0.01, 0.1, 0.5])
-    return {
-        "tokens": len(errors),
-        "cosine_mean": float(errors.cosine.mean()),
-        "cosine_q01": float(q01),
-        "cosine_q10": float(q10),
-        "cosine_median": float(q50),
-    }
 
 
 @functools.cache

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import save
 from safetensors.torch import load
 
 from benchmarks.attack.trial import Finding, command, copy_files
@@ -44,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """By name; all paths are relative to the folder of a trial, whose inputs `write_inputs` makes."""
 
 Files = dict[str, bytes]
-"""Contents by path within a folder, see `content`."""
+"""Contents by path within a folder."""
 MENDED = 1e-2
 """Tolerance for results that were computed again: a code may fall on the other side of a midpoint."""
 
@@ -79,11 +78,11 @@ def write_inputs(folder: Path) -> None:
 
 
 def outputs(folder: Path) -> Files:
-    """All files of a folder but the inputs, see `content`."""
+    """All files of a folder but the inputs."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in _input_names():
-            found[path.relative_to(folder).as_posix()] = content(path)
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
     return found
 
 
@@ -92,47 +91,6 @@ def _input_names() -> frozenset[str]:
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder))
         return frozenset(os.listdir(folder))
-
-
-def content(path: Path) -> bytes:
-    """The content of a file: its bytes, without those that the libraries that write it leave to chance."""
-    if path.suffix == ".safetensors":
-        return _with_sorted_header(path.read_bytes())
-    return _as_safetensors(path) if path.suffix == ".h5" else path.read_bytes()
-
-
-def _with_sorted_header(data: bytes) -> bytes:
-    """A safetensors file with its header in order: the library writes metadata in a random one."""
-    try:
-        [length] = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-    except (struct.error, ValueError, MemoryError, OverflowError):
-        return data
-    text = json.dumps(header, sort_keys=True).encode()
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
-
-
-def _as_safetensors(path: Path) -> bytes:
-    """An HDF5 file as a safetensors file: its data sets, and as metadata the attributes and what is no number."""
-    import h5py
-
-    tensors: dict[str, NDArray[Any]] = {}
-    metadata: dict[str, str] = {}
-
-    def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
-        metadata.update({name: ""} | {f"{name}@{key}": repr(value) for key, value in item.attrs.items()})
-        if isinstance(item, h5py.Dataset) and item.dtype.kind in "fiu":
-            tensors[name] = np.ascontiguousarray(item[()])
-        elif isinstance(item, h5py.Dataset):
-            metadata[f"{name}: values"] = repr(item[()])
-
-    try:
-        with h5py.File(path) as file:
-            add("/", file)
-            file.visititems(add)
-    except (OSError, RuntimeError, KeyError) as error:
-        return f"not HDF5: {error}".encode()
-    return _with_sorted_header(save(tensors, metadata))
 
 
 class References:
@@ -193,12 +151,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def _same_tensors(name: str, found: bytes, expected: bytes, tolerance: float) -> bool:
     """True if two files hold the same tensors and fields, see `_equal`."""
-    read = {".pt": _load_pt, ".safetensors": _load_safetensors, ".h5": _load_safetensors}.get(Path(name).suffix)
+    read = {".pt": _load_pt, ".safetensors": _load_safetensors, ".h5": _load_h5}.get(Path(name).suffix)
     if read is None:
         return False
     try:
         return _equal(read(found), read(expected), tolerance)
-    except (RuntimeError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError):
+    except (RuntimeError, ValueError, EOFError, OSError, zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError):
         return False
 
 
@@ -209,6 +167,24 @@ def _load_pt(data: bytes) -> object:
 def _load_safetensors(data: bytes) -> object:
     [length] = struct.unpack("<Q", data[:8])
     return {"metadata": json.loads(data[8 : 8 + length]).get("__metadata__")} | load(data)
+
+
+def _load_h5(data: bytes) -> object:
+    """Attributes and data sets of an HDF5 file; numbers as tensors."""
+    import h5py
+
+    found: dict[str, object] = {}
+
+    def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        found.update({f"{name}@{key}": repr(value) for key, value in item.attrs.items()})
+        if isinstance(item, h5py.Dataset):
+            is_numbers = item.dtype.kind in "fiu"
+            found[name] = torch.from_numpy(np.ascontiguousarray(item[()])) if is_numbers else repr(item[()])
+
+    with h5py.File(io.BytesIO(data)) as file:
+        add("/", file)
+        file.visititems(add)
+    return found
 
 
 def _equal(one: object, other: object, tolerance: float) -> bool:

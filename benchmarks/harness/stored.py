@@ -53,8 +53,7 @@ def accuracies(proteins: str, part: str = "leave_one_out", kind: str = "accuracy
     for record in _read(kind, kind):
         figures = record["figures"]
         preset = figures["preset"]
-        # Older runs planted outliers separately, on a part of the proteins.
-        if figures["proteins"] == f"{proteins}.fasta" and preset[part] and not preset.get("outliers"):
+        if figures["proteins"] == f"{proteins}.fasta" and preset[part]:
             found[preset["name"]] = record
     return found
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from benchmarks.report import (
     tables_accuracy,
     tables_attack,
-    tables_devices,
     tables_gpu,
     tables_scoring,
     tables_serving,
@@ -29,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
-    | tables_devices.TABLES
     | tables_gpu.TABLES
     | tables_scoring.TABLES
     | tables_serving.TABLES

@@ -1,6 +1,8 @@
-"""Table of the newest attack of an hour or more: what was tried, how often, and what was found."""
+"""Tables of the newest attack of an hour or more, and of runs whose processes were killed."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from benchmarks.harness import stored
 from benchmarks.report.markdown import source, table
@@ -30,6 +32,13 @@ _TRIED = {
 }
 _FORMER = ("weights", "folders")
 _HOUR = 3600
+_KILLED = {
+    "workers": "`--workers`: a worker",
+    "driver": "`--workers`: the process that started them",
+    "shards": "`--shard`: a shard",
+    "ray actors": "`--engine ray`: an actor",
+    "ray driver": "`--engine ray`: the process that started the run",
+}
 
 
 def attack() -> str:
@@ -50,4 +59,30 @@ def attack() -> str:
     return table(["trial", "times", "findings"], rows) + said + source(record, "attack")
 
 
-TABLES = {"attack": attack}
+def kills() -> str:
+    """Killed processes by engine, over the runs that met each last."""
+    totals: dict[str, Counter[str]] = {}
+    tasks: dict[str, set[str]] = {}
+    every = stored.newest("kills", lambda figures: (figures["seed"], *figures["by_engine"]))
+    for record in every.values():
+        for engine, by_task in record["figures"]["by_engine"].items():
+            for task, counts in by_task.items():
+                tasks.setdefault(engine, set()).add(task.partition(" ")[0])
+                kept = {name: counts[name] for name in ("trials", "kills", "findings")}
+                totals.setdefault(engine, Counter()).update(kept)
+    rows = [
+        [words, ", ".join(f"`{task}`" for task in sorted(tasks[engine])), *_counts(totals[engine])]
+        for engine, words in _KILLED.items()
+        if engine in totals
+    ]
+    rows.append(["all", "", *_counts(sum(totals.values(), Counter()))])
+    newest = list(every.values())[-1]
+    said = "; ".join(f"`{record['figures']['command']}`" for record in every.values())
+    return table(["killed", "tasks", "runs", "kills", "findings"], rows) + f"{said}. " + source(newest, "kills")
+
+
+def _counts(counts: Counter[str]) -> list[str]:
+    return [f"{int(counts[name]):,}" for name in ("trials", "kills", "findings")]
+
+
+TABLES = {"attack": attack, "kills": kills}

@@ -9,8 +9,6 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import (
     COMPRESSED,
     LAYER,
-    REFRESHES,
-    SCREENS,
     SDPA,
 )
 from benchmarks.harness.stored import Record
@@ -84,55 +82,6 @@ def gpu_cold_start() -> str:
     return table(["process", "kernels", "all calls, s", "of which compiling, s"], rows) + _source(records, said)
 
 
-def gpu_extension() -> str:
-    """Whole extensions, captured in CUDA graphs."""
-    rows = []
-    records = _records(
-        "extension_cuda",
-        "extension_3b_cuda",
-        "extension_15b_cut_cuda",
-        "extension_esmc_600m_cuda",
-        "extension_esmc_6b_cuda",
-    )
-    for record in records:
-        figures = record["figures"]
-        # A whole forward is not always faster when captured.
-        medians = {arm: row["p50"] for arm, row in figures["seconds"].items()}
-        recompute = min(x for arm, x in medians.items() if arm.startswith("recompute"))
-        arms = ["recompute", "extend exact", "extend turbo3", "extend paper"]
-        extend = medians.get("extend turbo3, captured")
-        rows.append(
-            [
-                f"{record['model']}",
-                f"{figures['shape']['new_tokens']} on {figures['shape']['context_tokens']:,}",
-                *(_ms(figures["seconds"], f"{arm}, captured") for arm in arms),
-                "" if extend is None else f"{recompute / extend:.2f}x",
-            ]
-        )
-    head = ["geometry", "new tokens on context", "recompute, ms", "`exact`", "`turbo3`", "`paper`",
-            "speedup of `turbo3` over recomputing, eager or captured"]  # fmt: skip
-    return table(head, rows) + _source(records, "milliseconds per step of the whole model, batch of one, bfloat16")
-
-
-def gpu_scoring() -> str:
-    """Candidates a second."""
-    records, rows = _records("scoring_12_on_500_cuda"), []
-    for record in records:
-        figures = record["figures"]
-        rates, dtype = figures["candidates_per_second"], figures["shape"]["dtype"]
-        rows.append([f"`full`, {dtype}", *[f"{rates['full']:,.1f}"] * 3])
-        for arm in ("frozen", "turbo"):
-            for refresh in REFRESHES:
-                names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in SCREENS]
-                if names[0] not in rates:
-                    continue
-                cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
-                rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
-    head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
-    said = "candidates per second (speedup over `full`), 12 residues on a target of 500"
-    return table(head, rows) + _source(records, said)
-
-
 def _call(arm: str) -> str:
     """An arm with its call in code font."""
     call, comma, rest = arm.partition(",")
@@ -151,7 +100,7 @@ _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_scoring,
+        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start,
     )
 }  # fmt: skip
 

@@ -10,6 +10,8 @@ from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import made_by, source, table
 
 _FILES = ("cpu", "gpu")
+# Arms of the benchmark of identities.
+_IDENTITY = ("opening a store", "looking for changes in the sample, too", "extension")
 
 
 def embedding_throughput() -> str:
@@ -55,6 +57,24 @@ def store_read() -> str:
     return table(head, rows) + _sources(by_file)
 
 
+def identity_cost() -> str:
+    """Recognising a model: once when a store is opened, and at every call."""
+    rows, by_file = [], {}
+    for file, record in _speed("identity", "identity_cuda"):
+        by_file[file] = record
+        shape, seconds = record["figures"]["shape"], record["figures"]["seconds"]
+        rows.append(
+            [
+                f"{record['model']}, {shape['dtype']}",
+                _device(record),
+                *(f"{1e3 * seconds[arm]['p50']:,.1f}" for arm in _IDENTITY),
+                f"{shape['new_residues']} on {shape['context_tokens'] - 1}",
+            ]
+        )
+    head = ["model", "on", "opening a store, ms", "looking for changes at a call, ms", "the call, ms", "residues"]
+    return table(head, rows) + _sources(by_file)
+
+
 def short_contexts() -> str:
     """From which length on a cache pays."""
     rows, last = [], None
@@ -77,26 +97,10 @@ def short_contexts() -> str:
     return table(head, rows) + source(last, "cpu")
 
 
-def extension_speed() -> str:
-    """Whole extensions of all layers on the CPU, beside recomputing."""
-    [(_, record)] = _speed("extension_16_on_512")
-    seconds, ratios = record["figures"]["seconds"], record["figures"]["ratios"]
-    rows = [["recomputed", f"{seconds['recompute']['p50']:.2f}", "1", ""]]
-    for arm in seconds:
-        if arm.startswith("extend "):
-            preset = arm.removeprefix("extend ")
-            beside = "1" if preset == "exact" else f"{ratios[f'{arm} / extend exact']:.2f}"
-            rows.append([f"`{preset}`", f"{seconds[arm]['p50']:.2f}", f"{ratios[f'recompute / {arm}']:.1f}", beside])
-    head = ["16 new tokens on 512", "seconds", "speedup", "time relative to `exact`"]
-    threads = record["environment"]["threads"]
-    model = f"random weights in the geometry of ESM-2 650M, {threads} threads,"
-    return table(head, rows) + source(record, "cpu", model)
-
-
 TABLES = {
-    "extension_speed": extension_speed,
     "embedding_throughput": embedding_throughput,
     "store_read": store_read,
+    "identity_cost": identity_cost,
     "short_contexts": short_contexts,
 }
 

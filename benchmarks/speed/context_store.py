@@ -1,10 +1,12 @@
-"""The context store on the CPU: reading a context compared with computing it."""
+"""The context store: reading a context compared with computing it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+
+import torch
 
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
@@ -18,31 +20,38 @@ _EXACTLY = 0.0
 
 
 def embedded_cases(residues: Sequence[int], preset: str) -> Iterator[Case]:
-    """The embedded model."""
+    """The embedded model, on the CPU."""
     turbo = TurboEsm.from_pretrained(preset=preset, device="cpu")
     for n in residues:
         yield _case("esm2-mini", turbo, n)
 
 
-def random_cases(architecture: Architecture, residues: Sequence[int], preset: str) -> Iterator[Case]:
-    """Random weights in the geometry of a larger model."""
-    turbo = random_turbo(architecture, preset)
+def random_cases(
+    architecture: Architecture, residues: Sequence[int], preset: str, device: str = "cpu"
+) -> Iterator[Case]:
+    """Random weights in the geometry of a larger model; no cases without the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return
+    turbo = random_turbo(architecture, preset, device)
     for n in residues:
         yield _case(architecture.name, turbo, n)
 
 
 def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
     [sequence] = random_sequences([residues], seed=residues)
+    on_device = turbo.model.device.type != "cpu"
     # Deleted with the case.
     folder = tempfile.TemporaryDirectory()
     disk = ContextStore(folder.name, host_bytes=0, device_bytes=0)
     stores = {"disk": disk, "host memory": ContextStore(folder.name, device_bytes=0)}
+    if on_device:
+        stores["device memory"] = ContextStore(folder.name)
 
     def fetch(store: ContextStore, folder: object = folder) -> TurboKVCache:
-        return store.get_or_prefill(turbo, sequence)
+        return _finish(store.get_or_prefill(turbo, sequence))
 
     def compute() -> TurboKVCache:
-        return turbo.prefill(sequence)
+        return _finish(turbo.prefill(sequence))
 
     def check() -> Check:
         expected = turbo.extend(compute(), _EXTENSION).logits
@@ -70,7 +79,7 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
 
     geometry = Geometry.of(turbo.model.config)
     return Case(
-        name=f"{name}, {residues} residues, cpu",
+        name=f"{name}, {residues} residues, {turbo.model.device.type}",
         model=name,
         shape={
             "residues": residues,
@@ -78,12 +87,19 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
             "layers": geometry.num_layers,
             "heads": geometry.num_heads,
             "head_dim": geometry.head_dim,
-            "dtype": "float32",
-            "device": "cpu",
-            "device_name": device_name("cpu"),
+            "dtype": str(turbo.model.dtype).removeprefix("torch."),
+            "device": turbo.model.device.type,
+            "device_name": device_name(turbo.model.device),
             "files": "in the page cache",
         },
         check=check,
         measure=measure,
         targets=[Target(("ratios", f"prefill / {where}"), at_least=1.0) for where in stores],
     )
+
+
+def _finish(cache: TurboKVCache) -> TurboKVCache:
+    """Wait for the device before the clock stops."""
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+    return cache

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.accuracy.sizes import GEOMETRIES
 from benchmarks.harness import records
 from benchmarks.harness.measure import Case, Check
 from benchmarks.registry import BENCHMARKS, EXPERIMENTS
@@ -90,10 +89,8 @@ def test_a_group_stands_for_its_members(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "message"),
     [
         (["nonsense"], "no such benchmark: nonsense"),
-        (["--jobs", "2"], "must run alone"),
-        (["memory", "short_contexts", "--jobs", "2"], "must run alone, without --jobs: short_contexts"),
         (["memory", "--max-proteins", "0"], "must be at least 1"),
-        (["memory", "--jobs", "0"], "must be at least 1"),
+        (["memory", "--threads", "0"], "must be at least 1"),
         (["memory", "--save", "--out", "x"], "not allowed with"),
     ],
 )
@@ -105,25 +102,6 @@ def test_bad_arguments_are_refused(
         run.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_parallel_processes_write_all_rows(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert run.run_side_by_side(["memory"], run.Settings(out=out), jobs=2) == 0
-    sizes = sorted(record["figures"]["size"] for record in records.read(out, "memory"))
-    assert sizes == sorted(GEOMETRIES)
-
-
-def test_one_failing_case_does_not_stop_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> Check:
-        raise RuntimeError("out of order")
-
-    cases = [dataclasses.replace(empty_case(), name="broken", check=broken), empty_case()]
-    monkeypatch.setattr(run.Settings, "cases", lambda self, name: iter(cases))
-    assert [run._run_one("memory", index, run.Settings()) for index in (0, 1)] == [False, True]
-    assert "memory · broken: FAILED" in capsys.readouterr().err
 
 
 def test_a_case_that_fails_does_not_stop_the_others(

@@ -21,7 +21,6 @@ def test_windows_are_compared_with_the_full_run(monkeypatch: pytest.MonkeyPatch)
     residues = len(embedded.evaluation_set("paper_six")[1].sequence)
     for figures in found:
         assert figures["against_full"]["tokens"] == residues
-        assert sum(part["tokens"] for part in figures["by_place_in_window"]) == residues
     assert found[1]["against_full"]["cosine_mean"] > found[0]["against_full"]["cosine_mean"]
 
 

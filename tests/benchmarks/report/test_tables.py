@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.report import tables, tables_devices, tables_gpu
+from benchmarks.report import tables, tables_gpu
 
 
 def test_tables_equal_the_results():
@@ -24,11 +24,8 @@ def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
     assert "| 0.9999 |" not in text
 
 
-RANDOM_WEIGHTS = {"extension_speed"}
 # They follow from a geometry: no weights, no run.
 ARITHMETIC = {"memory_by_geometry"}
-# Of rows of several models and devices, see test_tables_devices.py.
-SEVERAL = tables_devices.TABLES.keys() - {"kills"}
 
 
 def test_bytes_of_geometries_name_their_file():
@@ -37,10 +34,9 @@ def test_bytes_of_geometries_name_their_file():
     assert "no weights are needed" in text
 
 
-# Those of a CUDA device are not of the embedded model, see test_gpu_benchmarks.py.
-@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC - SEVERAL))
+# Those of a CUDA device are not of the embedded model, see tests/benchmarks/cuda.
+@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC))
 def test_every_table_names_commit_model_and_versions(name):
     text = tables.TABLES[name]()
-    model = "random weights" if name in RANDOM_WEIGHTS else "esm2-mini"
-    for word in (model, "commit", "torch", "transformers", "float32"):
+    for word in ("esm2-mini", "commit", "torch", "transformers", "float32"):
         assert word in text
