@@ -82,7 +82,7 @@ class ContextStore:
         self.lock_timeout = lock_timeout
         self.read_only = read_only
         self._files = StoreFiles(self.folder, lock_timeout)
-        self._budgets = host_bytes, device_bytes
+        self._budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes}
         self._usage = Usage(self.folder)
         self._lookup = Lookup(host_bytes, device_bytes, self._usage)
         self._mutex = threading.RLock()
@@ -94,7 +94,8 @@ class ContextStore:
     def __reduce__(self) -> Any:
         """In another process, the same folder is opened, and nothing is in memory."""
         # Another process may be in another folder.
-        return _reopened, (self.folder.absolute(), *self._budgets, self.lock_timeout, self.read_only)
+        options: dict[str, Any] = {**self._budgets, "lock_timeout": self.lock_timeout, "read_only": self.read_only}
+        return partial(type(self), self.folder.absolute(), **options), ()
 
     def __enter__(self) -> Self:
         return self
@@ -170,13 +171,10 @@ class ContextStore:
         requests = context_requests(turbo, sequences, total_tokens, total_masks)
         unique = deduplicate(requests)
         spec = context_spec(turbo)
-        found: dict[str, FlatContext] = {}
         with self._mutex:
             partition = self._files.partition(spec)
-            for one in unique:
-                context = self._lookup.find(partition, one.key, turbo.model.device)
-                if context is not None:
-                    found[one.key] = context
+            looked_up = {one.key: self._lookup.find(partition, one.key, turbo.model.device) for one in unique}
+        found = {key: context for key, context in looked_up.items() if context is not None}
         done = {index for index, one in enumerate(unique) if one.key in found}
         # Other threads read meanwhile.
         for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
@@ -526,12 +524,6 @@ def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
         ValueError: the sequence is invalid.
     """
     return context_requests(turbo, sequence)[0].key
-
-
-def _reopened(folder: Path, host_bytes: int, device_bytes: int, lock_timeout: float, read_only: bool) -> ContextStore:
-    return ContextStore(
-        folder, host_bytes=host_bytes, device_bytes=device_bytes, lock_timeout=lock_timeout, read_only=read_only
-    )
 
 
 def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Quality:
         return cls(**{**values, "presets": presets, "freezing": dict(sorted(freezing.items()))})
 
     def shortfall(self, preset: str) -> str | None:
-        """In what a preset falls short of what is expected of it, in one line; None if in nothing, or not known."""
+        """How a preset falls short of what is expected of it, in one line; None if it does not, or is not known."""
         found, expected = self.presets.get(preset), EXPECTED.get(preset)
         if found is None or expected is None:
             return None

@@ -219,7 +219,7 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
 
 
 def parts_folder(out: Path) -> Path:
-    """Hidden folder of what is done of a file that is written at the end of its run."""
+    """Hidden folder with the finished parts of a file that is written at the end of its run."""
     return out.parent / f".{out.name}.parts"
 
 

@@ -375,7 +375,7 @@ def _is_sequence(text: str) -> bool:
 
 
 def is_alignment(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is an alignment, by its name: `.a3m` or `.a2m`."""
+    """True if a file is an alignment by its name: `.a3m` or `.a2m`."""
     return os.fspath(path).lower().removesuffix(".gz").endswith((".a3m", ".a2m"))
 
 

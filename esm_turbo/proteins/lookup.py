@@ -11,7 +11,7 @@ _SHOWN, _SHOWN_NAMES = 40, 3
 
 
 class UnknownProteinError(ValueError):
-    """No protein has a name.
+    """No protein has the given name.
 
     Attributes:
         name: the name.

@@ -45,7 +45,7 @@ class StoredBatch(NamedTuple):
 
 
 class _PendingBatch(NamedTuple):
-    """A batch of contexts that is being written, or needs not be.
+    """A batch of contexts that are being written, or were all there.
 
     Attributes:
         requests: the batch.

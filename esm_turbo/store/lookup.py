@@ -115,7 +115,7 @@ class Lookup:
         return self.pool.put(entry, context, device) and hold.add(entry, device)
 
     def no_room(self, context: FlatContext) -> NotEnoughMemoryError:
-        """The error for a context that `find_held` or `try_hold` have no room for."""
+        """The error for a context for which `find_held` or `try_hold` had no room."""
         info = self.pool.info()
         return NotEnoughMemoryError(
             f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of"

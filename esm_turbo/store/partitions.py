@@ -118,7 +118,7 @@ class Partition:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Staging]:
-        """Contexts that are written beside the others, by any number of processes at once, and put among them later."""
+        """Opens a folder for contexts that are put among the others later; any number of processes may have one."""
         refuse_links(self.folder, self.folder.parent)
         with contextlib.ExitStack() as stack:
             with file_errors(self.folder):

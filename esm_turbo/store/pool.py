@@ -168,7 +168,7 @@ class ContextPool:
             return True
 
     def hold(self) -> PoolHold:
-        """Holds no context yet."""
+        """A new hold, of no context yet."""
         return PoolHold(self)
 
     def clear(self) -> None:
@@ -250,7 +250,7 @@ class ContextPool:
 
 
 class PoolHold:
-    """Contexts of a pool that stay where they are until they are released, or nothing refers to this any more."""
+    """Keeps contexts of a pool from eviction until they are released, or nothing refers to it any more."""
 
     def __init__(self, pool: ContextPool) -> None:
         self._pool = pool
