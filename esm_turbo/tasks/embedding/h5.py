@@ -52,10 +52,14 @@ class H5File(EmbeddingFile):
         names: dict[str, str] = {}
         with _damage(self.path):
             for name in self._file:
-                # A damaged structure can make h5py raise almost any exception; `holds` finds the entry.
-                with contextlib.suppress(Exception):
+                try:
                     attributes = self._file[name].attrs
                     names |= dict.fromkeys([attributes["original_id"], *attributes.get("other_ids", [])], name)
+                except MemoryError:
+                    raise
+                # A damaged structure can make h5py raise almost any exception; `holds` finds the entry.
+                except Exception:
+                    continue
         return names
 
     def holds(self, name: str, key: str) -> bool | None:
