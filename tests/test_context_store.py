@@ -184,13 +184,20 @@ def test_a_context_is_found_by_its_key(compressed, tmp_path):
 def test_changes_of_a_result_do_not_reach_the_store(compressed, tmp_path):
     store = ContextStore(tmp_path)
     expected = compressed.prefill("MKTAYIAKQR")
-    for _ in range(2):
-        cache = store.get_or_prefill(compressed, "MKTAYIAKQR")
-        assert_same(cache, expected)
+
+    def append(cache):
         compressed.extend(cache, "GSGS", append=True)
         cache.crop(2)
+
+    def overwrite(cache):
         for _, tensor in cache.named_tensors():
             tensor.zero_()
+
+    # Of what was just computed, and of what is in memory.
+    for change in (overwrite, append, overwrite, append):
+        for cache in (store.get_or_prefill(compressed, "MKTAYIAKQR"), *store.get(compressed, "MKTAYIAKQR")):
+            assert_same(cache, expected)
+            change(cache)
     assert_same(ContextStore(tmp_path).get_or_prefill(compressed, "MKTAYIAKQR"), expected)
 
 

@@ -58,11 +58,6 @@ def test_other_names_are_refused(name: str, hint: str) -> None:
     assert caught.value.known == [record.id for record in RECORDS]
 
 
-def test_a_whole_identifier_finds_its_accession() -> None:
-    [record] = records = [ProteinRecord("P69905", "MVLS")]
-    assert ProteinIndex(records).find("sp|P69905|HBA_HUMAN") is record
-
-
 def test_a_part_of_two_identifiers_names_neither() -> None:
     records = [ProteinRecord("sp|P1|A_X", "M"), ProteinRecord("tr|P1|B_X", "K"), ProteinRecord("sp|P2|A_X", "T")]
     index = ProteinIndex(records)
@@ -72,9 +67,10 @@ def test_a_part_of_two_identifiers_names_neither() -> None:
     assert index.find("B_X") is records[1] and index.find("P2") is records[2]
 
 
-def test_equal_parts_of_one_identifier() -> None:
-    records = [ProteinRecord("sp|P12345|P12345", "MKTAY")]
-    assert ProteinIndex(records).find("P12345") is records[0]
+@pytest.mark.parametrize(("identifier", "name"), [("P69905", "sp|P69905|HBA_HUMAN"), ("sp|P12345|P12345", "P12345")])
+def test_one_identifier_is_a_part_of_the_other(identifier: str, name: str) -> None:
+    [record] = records = [ProteinRecord(identifier, "MVLS")]
+    assert ProteinIndex(records).find(name) is record
 
 
 @pytest.mark.parametrize(

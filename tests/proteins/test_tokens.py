@@ -54,8 +54,8 @@ def test_decoding_inverts_encoding(codes: TokenCodes, parts: list[str]) -> None:
     assert codes.decode(np.array(ids)) == codes.decode(ids)
 
 
-@pytest.mark.parametrize("text", ["MKT", "mkt", " M K\tT\n", "MKT*", "m<mask>t".replace("<mask>", "k")])
-def test_accepted_spellings(codes: TokenCodes, text: str) -> None:
+@pytest.mark.parametrize("text", ["MKT", "mkt", " M K\tT\n", "MKT*", ProteinRecord("a", "MKT")])
+def test_accepted_spellings(codes: TokenCodes, text: str | ProteinRecord) -> None:
     assert codes.encode(text, "it") == [20, 15, 11]
 
 
@@ -74,14 +74,14 @@ def test_bad_symbols_are_refused_at_their_position(codes: TokenCodes, text: str,
         codes.encode(text, "sequence 7")
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "*"])
-def test_empty_sequences_are_refused(codes: TokenCodes, text: str) -> None:
-    with pytest.raises(ValueError, match="sequence 7"):
-        codes.encode(text, "sequence 7")
-
-
-def test_a_record_is_its_sequence(codes: TokenCodes) -> None:
-    assert codes.encode(ProteinRecord("a", "MKT"), "it") == [20, 15, 11]
+@pytest.mark.parametrize(
+    ("sequence", "error"),
+    [*[(text, ValueError) for text in ("", "  \n", "*")], *[(one, TypeError) for one in (None, 1.5, b"MKT", ["M"])]],
+)
+def test_what_is_no_sequence_is_refused(codes: TokenCodes, sequence: Any, error: type[Exception]) -> None:
+    reason = "a sequence must be a string" if error is TypeError else "holds no residues"
+    with pytest.raises(error, match=f"sequence 7: {reason}"):
+        codes.encode(sequence, "sequence 7")
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,6 @@ def test_remedies_are_those_of_a_call(codes: TokenCodes, text: str, remedy: str)
     for encode in (codes.encode, lambda sequence, name: encode_rows(codes, [sequence])):
         with pytest.raises(ValueError, match=rf"; .*{re.escape(remedy)}$"):
             encode(text, "it")
-
-
-@pytest.mark.parametrize("sequence", [None, 1.5, b"MKT", ["M"]])
-def test_a_sequence_must_be_a_string(codes: TokenCodes, sequence: Any) -> None:
-    with pytest.raises(TypeError, match="sequence 7: a sequence must be a string"):
-        codes.encode(sequence, "sequence 7")
 
 
 @pytest.mark.parametrize(
