@@ -14,6 +14,7 @@ from benchmarks.accuracy import (
     homologs,
     long_proteins,
     presets,
+    refreshing,
     screening,
     sizes,
     specificity,
@@ -217,6 +218,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
+    ),
+    "refreshing": Experiment(
+        "where to refresh a context beside new residues, and corrections fitted in its place, by cost",
+        "refreshing",
+        lambda limit: refreshing.cases(max_proteins=limit),
     ),
     "allocation": Experiment(
         "bytes of the turbo codec where a layer or a head needs them most, against the same in all",
