@@ -1,4 +1,4 @@
-"""The runner: rows and their commands, failures, groups, and arguments."""
+"""The runner: rows and their commands, failures, groups, and arguments; and what the registry holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from benchmarks import run
 from benchmarks.harness import records
 from benchmarks.harness.measure import Case, Check
-from benchmarks.registry import BENCHMARKS, EXPERIMENTS
+from benchmarks.registry import BENCHMARKS, EXPERIMENTS, GPU_BENCHMARKS, TIMED
+from esm_turbo.config import COMPARISON_PRESETS, PRESETS, PRODUCT_PRESETS
 from tests.helpers.benchmark_cases import empty_case
 
 
@@ -54,9 +55,9 @@ def test_a_case_that_fails_its_check_is_not_measured(
 def test_rows_are_saved_in_the_file_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     settings = run.Settings(save=True)
-    for name in ("accuracy_codecs", "windows", "short_contexts"):
+    for name in ("accuracy_codecs", "windows", "short_contexts", "calls_cuda"):
         assert run.run_case(name, empty_case(), settings) is not None
-    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "windows.jsonl", "cpu.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "windows.jsonl", "cpu.jsonl", "gpu.jsonl"}
 
 
 def test_cases_are_chosen_by_text_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,16 +108,13 @@ def test_bad_arguments_are_refused(
 def test_a_case_that_fails_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def good(name: str) -> Case:
-        return Case(name, "m", {"device": "cpu"}, lambda: Check("", 0.0, 0.0), lambda repeats: {"x": repeats})
-
     def broken() -> Check:
         raise torch.OutOfMemoryError("no room")
 
     def cases(self: run.Settings, name: str) -> Iterator[Case]:
-        yield good("first")
-        yield Case("broken", "m", {}, broken, lambda repeats: {})
-        yield good("last")
+        yield dataclasses.replace(empty_case(), name="first")
+        yield dataclasses.replace(empty_case(), name="broken", check=broken)
+        yield dataclasses.replace(empty_case(), name="last")
         if name == "e1_cuda":
             raise RuntimeError("cannot go on")
 
@@ -128,3 +126,24 @@ def test_a_case_that_fails_does_not_stop_the_others(
     assert text.count("broken: FAILED") == 2 and "cannot go on" in text
     assert run.run_in_turn(["e1_cuda"], run.Settings(seconds=-1.0)) == 1
     assert "STOPPED after" in capsys.readouterr().err
+
+
+def test_cuda_benchmarks_are_a_group_of_their_own() -> None:
+    assert run.GROUPS["gpu"] is GPU_BENCHMARKS
+    assert all(name.endswith("_cuda") for name in GPU_BENCHMARKS)
+    assert not any(name.endswith("_cuda") for name in BENCHMARKS)
+    assert TIMED.keys() == GPU_BENCHMARKS.keys() | BENCHMARKS.keys()
+    assert run.Settings(repeats=50).repeats_of("calls_cuda") == 5
+    assert run.Settings(repeats=50).repeats_of("short_contexts") == 50
+
+
+@pytest.mark.parametrize("name", GPU_BENCHMARKS)
+def test_there_are_no_cases_without_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(GPU_BENCHMARKS[name].cases()) == []
+
+
+def test_accuracy_covers_every_preset_and_set_once() -> None:
+    cases = [case.name for name in ("accuracy", "accuracy_codecs") for case in EXPERIMENTS[name].cases(None)]
+    assert cases == ["cath_val200", "long_human"] * 2
+    assert set(PRESETS) == {*PRODUCT_PRESETS, *COMPARISON_PRESETS}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import environment
 from benchmarks.harness.environment import device_name, processor_name, source_revision
 
 
@@ -31,12 +30,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_clean_checkout(checkout: Path) -> None:
-    revision = source_revision(checkout)
-    assert revision is not None
-    assert (revision.commit, revision.dirty) == (git(checkout, "rev-parse", "HEAD"), False)
-
-
 @pytest.mark.parametrize(
     ("name", "dirty"),
     [
@@ -50,7 +43,8 @@ def test_a_clean_checkout(checkout: Path) -> None:
 def test_changed_and_new_sources_are_dirty_but_not_results_and_prose(checkout: Path, name: str, dirty: bool) -> None:
     (checkout / name).write_text("changed")
     revision = source_revision(checkout)
-    assert revision is not None and revision.dirty == dirty
+    assert revision is not None
+    assert (revision.commit, revision.dirty) == (git(checkout, "rev-parse", "HEAD"), dirty)
 
 
 def test_an_installed_package_and_a_missing_git_have_no_revision(
@@ -62,16 +56,11 @@ def test_an_installed_package_and_a_missing_git_have_no_revision(
     assert source_revision(checkout) is None
 
 
-def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "processor_name", lambda: "Processor X")
-    assert device_name("cpu") == "Processor X"
-    assert device_name(torch.device("mps")) == "mps of Processor X"
-
-
 def test_the_processor_is_that_of_the_system_or_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "processor\t: 0\nmodel name\t: Xeon: fast \nmodel name\t: other\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
-    assert processor_name() == "Xeon: fast"
+    assert processor_name() == device_name("cpu") == "Xeon: fast"
+    assert device_name(torch.device("mps")) == "mps of Xeon: fast"
 
     def absent(*_: object, **__: object) -> str:
         raise FileNotFoundError

@@ -1,4 +1,4 @@
-"""Checks, targets, interleaved timing, and processes."""
+"""Checks, targets, timing, and processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import (
     Check,
     Target,
@@ -70,3 +71,14 @@ def test_a_module_runs_in_a_process_of_its_own(tmp_path, monkeypatch: pytest.Mon
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert in_process("measured", 3, "x") == {"arguments": ["3", "x"], "threads": str(torch.get_num_threads())}
+
+
+def test_an_error_is_one_short_line() -> None:
+    error = torch.OutOfMemoryError("no room\nfor this " + "x" * 500)
+    assert cuda_timing.reason(error) == "OutOfMemoryError: no room"
+    assert len(cuda_timing.reason(ValueError("x" * 500))) == len("ValueError: ") + 300
+
+
+def test_figures_have_failures_only_if_there_are_any() -> None:
+    assert cuda_timing.figures({"a": [1.0]}, {}) == {"seconds": {"a": {"p20": 1.0, "p50": 1.0, "p80": 1.0}}}
+    assert cuda_timing.figures({}, {"b": "why"}) == {"seconds": {}, "failed": {"b": "why"}}

@@ -1,10 +1,13 @@
-"""Models of random weights, and random proteins."""
+"""Models of random weights, random proteins, and the small trained models with the check of every accuracy row."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from benchmarks.harness import embedded
 from benchmarks.harness.models import masked_lm, random_sequences, random_tokens, random_turbo
+from esm_turbo.config import PRESETS
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from tests.helpers.benchmark_cases import TINY
 
@@ -30,3 +33,17 @@ def test_random_proteins() -> None:
     assert [len(sequence) for sequence in sequences] == [3, 5]
     assert set("".join(sequences)) <= set(STANDARD_RESIDUES)
     assert random_sequences([3, 5], seed=2) == sequences != random_sequences([3, 5], seed=3)
+
+
+def test_the_check_finds_a_wrong_frozen_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    [protein] = embedded.evaluation_set("paper_six", 1)
+    assert 0 < embedded.exactness(protein).error < 1e-4
+    monkeypatch.setattr(embedded, "FROZEN", PRESETS["int8"])
+    assert not embedded.exactness(protein).passed
+
+
+def test_rounding_keeps_seven_digits() -> None:
+    assert embedded.rounded({"a": [1 / 3, True, None, "x", 7], "b": (2e-9 / 3,)}) == {
+        "a": [0.3333333, True, None, "x", 7],
+        "b": [6.666667e-10],
+    }

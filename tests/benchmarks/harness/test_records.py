@@ -16,16 +16,17 @@ from benchmarks.harness import records
 FIGURES = {"milliseconds": [1.5, 2.0], "shape": {"tokens": 512}, "note": None}
 
 
-def test_appended_records_are_read_back(tmp_path: Path) -> None:
+def test_appended_records_are_read_back_and_earlier_lines_kept(tmp_path: Path) -> None:
     path = tmp_path / "results" / "speed.jsonl"
     first = records.append(path, "speed", FIGURES, model="esm2-mini")
+    before = path.read_bytes()
     second = records.append(path, "accuracy", {"cosine": 0.5})
+    assert path.read_bytes().startswith(before) and path.read_bytes().count(b"\n") == 2
     assert records.read(path) == [first, second]
     assert records.read(path, "speed") == [first]
     assert records.read(path, "memory") == []
     assert first["figures"] == FIGURES
-    assert first["model"] == "esm2-mini"
-    assert second["model"] is None
+    assert (first["model"], second["model"]) == ("esm2-mini", None)
 
 
 def test_a_record_has_its_environment(tmp_path: Path) -> None:
@@ -39,27 +40,22 @@ def test_a_record_has_its_environment(tmp_path: Path) -> None:
     assert {"python", "transformers", "numpy", "safetensors"} <= set(environment["versions"])
 
 
-def test_earlier_lines_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "figures", "error", "message"),
+    [
+        ("speed", {"cosine": math.nan}, ValueError, "not JSON compliant"),
+        ("speed", {"cosine": math.inf}, ValueError, "not JSON compliant"),
+        ("speed", {"tensor": torch.zeros(1)}, TypeError, "not JSON serializable"),
+        ("", {}, ValueError, "`kind`"),
+    ],
+)
+def test_what_is_no_record_is_refused_and_nothing_written(
+    tmp_path: Path, kind: str, figures: dict[str, object], error: type[Exception], message: str
+) -> None:
     path = tmp_path / "r.jsonl"
-    records.append(path, "speed", FIGURES)
-    before = path.read_bytes()
-    records.append(path, "speed", FIGURES)
-    assert path.read_bytes().startswith(before)
-    assert path.read_bytes().count(b"\n") == 2
-
-
-@pytest.mark.parametrize("figure", [math.nan, math.inf])
-def test_non_finite_figures_are_refused_and_nothing_is_written(tmp_path: Path, figure: float) -> None:
-    path = tmp_path / "r.jsonl"
-    records.append(path, "speed", FIGURES)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        records.append(path, "speed", {"cosine": figure})
-    with pytest.raises(TypeError):
-        records.append(path, "speed", {"shape": torch.Size([1])[:0], "tensor": torch.zeros(1)})
-    with pytest.raises(ValueError, match="`kind`"):
-        records.append(path, "", {})
-    assert path.read_bytes() == before
+    with pytest.raises(error, match=message):
+        records.append(path, kind, figures)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -68,22 +64,15 @@ def test_non_finite_figures_are_refused_and_nothing_is_written(tmp_path: Path, f
         ("{broken", "line 2: not JSON"),
         ("[1]", "line 2: lacks format_version, kind"),
         ('{"kind": "speed"}', "line 2: lacks format_version, date"),
+        (json.dumps(dict.fromkeys(records._FIELDS, 99)), "line 2: format version 99, this reads 1"),
     ],
 )
-def test_a_damaged_line_is_reported(tmp_path: Path, line: str, message: str) -> None:
+def test_a_damaged_line_or_another_version_is_reported(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, "speed", FIGURES)
     with path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}, {message}")):
-        records.read(path)
-
-
-def test_another_format_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    record = records.append(path, "speed", FIGURES)
-    path.write_text(json.dumps(record | {"format_version": 99}) + "\n")
-    with pytest.raises(ValueError, match="format version 99, this reads 1"):
         records.read(path)
 
 
@@ -97,11 +86,17 @@ def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
     assert all(record["figures"] == figures for record in written)
 
 
-def test_a_copy_without_history_names_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "revision"),
+    [
+        ("", None),
+        ("abc dirty", {"commit": "abc", "dirty": True}),
+        ("abc", {"commit": "abc", "dirty": False}),
+    ],
+)
+def test_a_copy_without_history_names_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, revision: dict[str, object] | None
+) -> None:
     monkeypatch.setattr(records, "source_revision", lambda: None)
-    monkeypatch.delenv(records.REVISION_VARIABLE, raising=False)
-    assert records.append(tmp_path / "r", "speed", {})["revision"] is None
-    monkeypatch.setenv(records.REVISION_VARIABLE, "abc dirty")
-    assert records.append(tmp_path / "r", "speed", {})["revision"] == {"commit": "abc", "dirty": True}
-    monkeypatch.setenv(records.REVISION_VARIABLE, "abc")
-    assert records.append(tmp_path / "r", "speed", {})["revision"] == {"commit": "abc", "dirty": False}
+    monkeypatch.setenv(records.REVISION_VARIABLE, named)
+    assert records.append(tmp_path / "r", "speed", {})["revision"] == revision
