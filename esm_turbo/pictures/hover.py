@@ -31,7 +31,11 @@ def _spot(figure: Figure, placed: PlacedPanel, positions: Sequence[int]) -> dict
     axes, panel = placed.axes, placed.panel
     begin, end = placed.columns or (0, None)
     area = axes.get_position()
-    spot: dict[str, Any] = {"box": [area.x0, 1 - area.y1, area.width, area.height]}
+    width = area.width
+    if placed.columns is not None:
+        # The last line may have fewer columns than there is room for.
+        width *= (placed.columns[1] - begin) / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
+    spot: dict[str, Any] = {"box": [area.x0, 1 - area.y1, width, area.height]}
     if placed.columns is not None:
         spot["columns"] = list(positions[begin:end])
     if isinstance(panel, Heatmap):

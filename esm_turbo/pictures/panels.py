@@ -79,7 +79,6 @@ class Lines:
         x_label: what they lie over, with the unit.
         y_label: what they are, with the unit.
         filled: whether the space to zero is filled; for one line, among tracks.
-        log_x: whether the axis is logarithmic.
         log_y: whether the axis is logarithmic.
         markers: whether points are marked.
         limits: ends of the axis; None fits the values.
@@ -90,7 +89,6 @@ class Lines:
     x_label: str
     y_label: str
     filled: bool = False
-    log_x: bool = False
     log_y: bool = False
     markers: bool = False
     limits: tuple[float, float] | None = None

@@ -1,6 +1,7 @@
 """Draw sheets with matplotlib.
 
-Everything is placed in inches, so that a long protein makes a longer picture and not smaller letters.
+Pages grow with what they show, so that a long protein makes a longer picture and not smaller letters; matplotlib's
+constrained layout makes room for labels.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 
@@ -51,10 +54,10 @@ STYLE: dict[Any, Any] = {
 }
 
 # Inches.
-_WIDTH, _LEFT, _RIGHT, _EDGE = 11.0, 1.15, 0.85, 0.25
-_ROW, _PANEL, _GAP, _LEGEND = 0.125, 3.1, 0.6, 1.8
+_WIDTH, _LABELS, _EDGE = 11.0, 2.0, 0.25
+_ROW, _PANEL, _AXIS, _PAD = 0.125, 3.1, 0.9, 0.12
 _CELL_LEAST, _CELL_MOST, _LETTER_MOST = 0.085, 0.3, 0.5
-_CHARACTER, _SMALL_CHARACTER = 0.078, 0.06
+_SQUARE, _LONE_SCATTER, _CHARACTER = 7.0, 5.0, 0.078
 # Of a page of short tracks alone; and of a character of a position, and the space around it.
 _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
 # Columns of a heat map with upright names at most.
@@ -96,78 +99,69 @@ def drawn_sheet(sheet: Sheet, *, head: bool = True) -> tuple[Figure, list[Placed
     with rc_context(STYLE):
         width = _page_width(sheet)
         caption = textwrap.wrap(_text(sheet.caption), int(_CAPTION * width / _WIDTH)) if head else []
-        top = 0.62 + 0.17 * len(caption) if head else _EDGE
-        blocks = [_tracks(row) if isinstance(row, Tracks) else _beside(row) for row in sheet.layout]
-        height = top + sum(size for size, _ in blocks) + _EDGE
-        drawn = Figure(figsize=(width, height), facecolor="white")
-        page = _Page(drawn, width, height)
+        top = 0.62 + 0.17 * len(caption) if head else 0.0
+        heights = [_tracks_height(row) if isinstance(row, Tracks) else _row_height(row) for row in sheet.layout]
+        height = top + sum(heights)
+        engine = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - top / height), w_pad=_PAD, h_pad=0.05, hspace=0, wspace=0)
+        drawn = Figure(figsize=(width, height), facecolor="white", layout=engine)
+        grid = drawn.add_gridspec(len(heights), 1, height_ratios=heights)
+        placed: list[PlacedPanel] = []
+        for number, row in enumerate(sheet.layout):
+            draw: Any = _tracks if isinstance(row, Tracks) else _beside
+            placed += draw(drawn, grid[number], row)
         if head:
             title = _shortened(sheet.title, int(_TITLE * width / _WIDTH))
-            drawn.text(_EDGE / width, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
+            drawn.text(_EDGE / width, 1 - 0.36 / height, title, fontsize=13, fontweight="bold", va="baseline")
             text = "\n".join(caption)
-            drawn.text(_EDGE / width, page.up(0.5), text, fontsize=8, color=MUTED, va="top", linespacing=1.35)
-        for size, draw in blocks:
-            draw(page, top)
-            top += size
-    return drawn, page.placed
+            drawn.text(_EDGE / width, 1 - 0.5 / height, text, fontsize=8, color=MUTED, va="top", linespacing=1.35)
+        drawn.draw_without_rendering()
+        drawn.set_layout_engine("none")
+        for axes in drawn.axes:
+            # The solver's last digits differ from run to run.
+            axes.set_position(np.round(axes.get_position().bounds, 5).tolist())
+        for one in placed:
+            if isinstance(one.panel, Scatter):
+                _point_labels(one.axes, one.panel)
+    return drawn, placed
 
 
-class _Page:
-    """A figure whose axes are placed in inches from its top left corner."""
-
-    def __init__(self, drawn: Figure, width: float, height: float) -> None:
-        self.figure, self.width, self.height = drawn, width, height
-        self.placed: list[PlacedPanel] = []
-
-    def up(self, y: float) -> float:
-        """A distance from the top, as matplotlib counts it."""
-        return 1 - y / self.height
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        place = (left / self.width, self.up(top + height), width / self.width, height / self.height)
-        return self.figure.add_axes(place)
-
-
-_Block = tuple[float, Callable[[_Page, float], None]]
-
-
-def _tracks(tracks: Tracks) -> _Block:
-    """Tracks, broken into several lines where they are long. Returns their height, and what draws them at a height."""
-    count = len(tracks.columns)
+def _tracks(drawn: Figure, place: SubplotSpec, tracks: Tracks) -> list[PlacedPanel]:
+    """Tracks, broken into several lines where they are long."""
     lines, per_line, cell = _broken(tracks)
     heights = [_track_height(panel) for panel in tracks.panels]
-    parts = [(line * per_line, min(count, (line + 1) * per_line)) for line in range(lines)]
-    ticks = [_ticks(tracks.columns[begin:end], begin, cell) for begin, end in parts]
-    below = 0.62 + max([0.0, *(_DIGIT * len(label) - 0.1 for one in ticks if one.upright for label in one.labels)])
-    size = sum(heights) + 0.09 * (len(heights) - 1) + below
+    width = cell * per_line
+    widths = (width, max(0.01, drawn.get_figwidth() - _LABELS - width))
+    grid = place.subgridspec(lines * len(heights), 2, height_ratios=heights * lines, width_ratios=widths)
+    placed = []
+    for line in range(lines):
+        begin, end = line * per_line, min(len(tracks.columns), (line + 1) * per_line)
+        for number, (panel, height) in enumerate(zip(tracks.panels, heights, strict=True)):
+            axes = drawn.add_subplot(grid[line * len(heights) + number, 0])
+            placed.append(PlacedPanel(axes, panel, (begin, end)))
+            if isinstance(panel, Heatmap):
+                image = _heat(axes, panel, begin, end)
+                _left_out(axes, tracks, begin, end)
+                if line == 0:
+                    _colour_bar(image, panel, width, height)
+            elif isinstance(panel, Logo):
+                _logo(axes, panel, begin, end)
+            else:
+                _track_lines(axes, panel, [begin, *(b for b in tracks.breaks if begin < b < end), end], line == 0)
+            # Columns of all lines are equally wide.
+            axes.set_xlim(begin - 0.5, begin + per_line - 0.5)
+            axes.set_xticks([])
+        _positions(axes, tracks, begin, end, cell, "position" if line == lines - 1 else "")
+    return placed
 
-    def draw(page: _Page, top: float) -> None:
-        for line, (begin, end) in enumerate(parts):
-            y = top + line * size
-            for panel, height in zip(tracks.panels, heights, strict=True):
-                width = cell * (end - begin)
-                axes = page.axes(_LEFT, y, width, height)
-                page.placed.append(PlacedPanel(axes, panel, (begin, end)))
-                if isinstance(panel, Heatmap):
-                    image = _heat(axes, panel, begin, end)
-                    _left_out(axes, tracks, begin, end)
-                    if line == 0:
-                        _colour_bar(page, image, panel, _LEFT + width + 0.12, y, height)
-                elif isinstance(panel, Logo):
-                    _logo(axes, panel, begin, end)
-                else:
-                    _track_lines(axes, panel, [begin, *(b for b in tracks.breaks if begin < b < end), end], line == 0)
-                axes.set_xlim(begin - 0.5, end - 0.5)
-                axes.set_xticks([])
-                y += height + 0.09
-            _positions(axes, tracks, begin, end, ticks[line], "position" if line == lines - 1 else "")
 
-    return lines * size, draw
+def _tracks_height(tracks: Tracks) -> float:
+    lines, _, _ = _broken(tracks)
+    return lines * (sum(map(_track_height, tracks.panels)) + 0.1 * len(tracks.panels) + _AXIS)
 
 
 def _broken(tracks: Tracks) -> tuple[int, int, float]:
     """Number of lines of tracks, columns of each, and width of a column."""
-    usable, count = _WIDTH - _LEFT - _RIGHT, len(tracks.columns)
+    usable, count = _WIDTH - _LABELS, len(tracks.columns)
     lines = max(1, math.ceil(count / (usable / _CELL_LEAST)))
     per_line = math.ceil(count / lines)
     most = _LETTER_MOST if any(isinstance(panel, Logo) for panel in tracks.panels) else _CELL_MOST
@@ -181,8 +175,8 @@ def _page_width(sheet: Sheet) -> float:
         if not isinstance(row, Tracks):
             return _WIDTH
         _, per_line, cell = _broken(row)
-        widths.append(_LEFT + per_line * cell + _RIGHT)
-    return min(_WIDTH, max(widths))
+        widths.append(_LABELS + per_line * cell)
+    return max(widths)
 
 
 def _left_out(axes: Axes, tracks: Tracks, begin: int, end: int) -> None:
@@ -198,8 +192,9 @@ def _track_height(panel: Heatmap | Lines | Logo) -> float:
     return 1.1 if isinstance(panel, Logo) else 0.55
 
 
-def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, ticks: _Ticks, label: str) -> None:
+def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, cell: float, label: str) -> None:
     """Letters and numbers below the last track."""
+    ticks = _ticks(tracks.columns[begin:end], begin, cell)
     axes.set_xticks(ticks.at, ticks.labels)
     if ticks.upright:
         axes.tick_params(axis="x", labelrotation=90, labelsize=7)
@@ -207,7 +202,7 @@ def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, ticks: _Ticks, 
     place = axes.get_xaxis_transform()
     for index in range(begin, end):
         axes.annotate(tracks.letters[index], (index, 0), (0, -8), xycoords=place, textcoords="offset points",
-                      ha="center", va="center", fontsize=6.5, color=MUTED)  # fmt: skip
+                      ha="center", va="center", fontsize=6.5, color=MUTED).set_in_layout(False)  # fmt: skip
     axes.set_xlabel(label, labelpad=3)
 
 
@@ -262,9 +257,8 @@ def _heat(axes: Axes, panel: Heatmap, begin: int = 0, end: int | None = None) ->
                             rasterized=True)  # fmt: skip
     axes.set_ylim(values.shape[0] - 0.5, -0.5)
     if len(panel.rows) <= 60:
-        small = axes.bbox.height / axes.figure.dpi / len(panel.rows) < 0.14
         names = [_shortened(row, _NAME) for row in panel.rows]
-        axes.set_yticks(range(len(names)), names, fontsize=6.5 if small else 8)
+        axes.set_yticks(range(len(names)), names, fontsize=8 if end is None else 6.5)
     axes.tick_params(axis="y", length=0, pad=3)
     axes.spines[:].set_visible(False)
     axes.set_ylabel(panel.y_label)
@@ -276,17 +270,21 @@ def _heat(axes: Axes, panel: Heatmap, begin: int = 0, end: int | None = None) ->
         for column, letter in enumerate(letters):
             value = panel.values[row, column]
             dark = np.isfinite(value) and (value - low) / (high - low) < 0.5 and not panel.centred
-            axes.text(column, row, letter, ha="center", va="center", fontsize=7.5, color="white" if dark else INK)
+            axes.text(column, row, letter, ha="center", va="center", fontsize=7.5, color="white" if dark else INK,
+                      in_layout=False)  # fmt: skip
     return image
 
 
-def _colour_bar(page: _Page, image: Any, panel: Heatmap, left: float, top: float, height: float) -> None:
-    axes = page.axes(left, top, 0.1, min(height, 2.4))
+def _colour_bar(image: Any, panel: Heatmap, width: float, height: float) -> None:
+    """The scale beside a heat map of about this size, inches."""
+    axes = image.axes
+    long = min(height, 2.4)
     low, high = panel.range
     known = panel.values[np.isfinite(panel.values)]
     beyond = (bool(len(known)) and known.min() < low, bool(len(known)) and known.max() > high)
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond, "neither")
-    bar = page.figure.colorbar(image, cax=axes, extend=extend)
+    bar = axes.figure.colorbar(image, ax=axes, extend=extend, aspect=long / 0.1, shrink=long / height, anchor=(0, 1),
+                               panchor=False, fraction=0.15 / width, pad=0.12 / width)  # fmt: skip
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, labelsize=7.5)
     bar.locator = MaxNLocator(5 if height > 1 else 2)
@@ -295,7 +293,7 @@ def _colour_bar(page: _Page, image: Any, panel: Heatmap, left: float, top: float
         bar.set_label(panel.label, fontsize=8)
     else:
         # Beside a low bar it would reach beyond the page.
-        image.axes.set_title(panel.label, loc="left")
+        axes.set_title(panel.label, loc="left")
 
 
 def _track_lines(axes: Axes, panel: Lines, ends: Sequence[int], legend: bool) -> None:
@@ -309,8 +307,7 @@ def _track_lines(axes: Axes, panel: Lines, ends: Sequence[int], legend: bool) ->
             axes.stairs(part, edges, baseline=None, color=colour, linewidth=0.9, label=label)
     _limits(axes, panel)
     axes.yaxis.set_major_locator(MaxNLocator(2))
-    axes.annotate(panel.y_label, (0, 0.5), (-27, 0), xycoords="axes fraction", textcoords="offset points",
-                  ha="right", va="center", fontsize=7.5)  # fmt: skip
+    axes.set_ylabel(panel.y_label, rotation=0, ha="right", va="center", fontsize=7.5)
     axes.tick_params(axis="y", labelsize=7)
     axes.spines["bottom"].set_visible(False)
     if legend and len(panel.series) > 1:
@@ -340,45 +337,43 @@ def _logo(axes: Axes, panel: Logo, begin: int, end: int) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _beside(panels: Sequence[Panel]) -> _Block:
+def _beside(drawn: Figure, place: SubplotSpec, panels: Sequence[Panel]) -> list[PlacedPanel]:
     """Panels beside each other; those with rows are as tall as these need."""
-    lefts = [_left(panel) for panel in panels]
-    rights = [_RIGHT if isinstance(panel, Heatmap) else 0.3 for panel in panels]
-    if _has_legend(panels[-1]):
-        rights[-1] = _LEGEND
     shares = [2.0 if isinstance(panel, Heatmap) else 1.0 for panel in panels]
-    usable = _WIDTH - _EDGE - sum(lefts) - sum(rights)
+    usable = drawn.get_figwidth() - len(panels) - 2 * _has_legend(panels[-1])
+    widths = [_panel_width(panel, usable * share / sum(shares)) for panel, share in zip(panels, shares, strict=True)]
     if len(panels) == 1 and not isinstance(panels[0], Heatmap | Bars):
-        usable = min(usable, 6.5)
-    widths = [usable * share / sum(shares) for share in shares]
-    height = max(_panel_height(panel, width) for panel, width in zip(panels, widths, strict=True))
+        widths = [min(usable, 6.5)]
+    height = _panels_height(panels)
+    grid = place.subgridspec(1, len(panels) + 1, width_ratios=[*widths, max(0.01, usable - sum(widths))])
+    placed = []
+    for number, (panel, width) in enumerate(zip(panels, widths, strict=True)):
+        own = _panel_height(panel) if isinstance(panel, Heatmap | Bars) else height
+        spot = grid[number]
+        if own < height:
+            spot = spot.subgridspec(2, 1, height_ratios=(own, height - own))[0]
+        axes = drawn.add_subplot(spot)
+        placed.append(PlacedPanel(axes, panel))
+        axes.set_title(_wrapped(getattr(panel, "title", ""), width), loc="left")
+        image = _DRAW[type(panel)](axes, panel)
+        if panel is panels[-1] and _has_legend(panel):
+            about = panel.group_label if isinstance(panel, Scatter) else ""
+            axes.legend(title=about, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
+        if isinstance(panel, Heatmap):
+            _heat_ticks(axes, panel)
+            _colour_bar(image, panel, width, own)
+    return placed
+
+
+def _panels_height(panels: Sequence[Panel]) -> float:
+    return _LONE_SCATTER if [type(one) for one in panels] == [Scatter] else max(map(_panel_height, panels))
+
+
+def _row_height(panels: Sequence[Panel]) -> float:
+    """Height with labels and titles, inches."""
     names = [name for panel in panels if isinstance(panel, Heatmap) for name in _column_names(panel)]
-    below = max([0, *(_SMALL_CHARACTER * len(name) - 0.3 for name in names)])
-    if len(panels) == 1 and isinstance(panels[0], Scatter):
-        height = 5.0
-    titles = [_wrapped(getattr(panel, "title", ""), width) for panel, width in zip(panels, widths, strict=True)]
-    head = 0.3 + 0.16 * max(title.count("\n") for title in titles)
-
-    def draw(page: _Page, top: float) -> None:
-        x = _EDGE
-        for panel, title, left, right, width in zip(panels, titles, lefts, rights, widths, strict=True):
-            own = _panel_height(panel, width) if isinstance(panel, Heatmap | Bars) else height
-            wide = own if isinstance(panel, Heatmap) and panel.square else width
-            if isinstance(panel, Heatmap) and not panel.square:
-                wide = min(width, 0.24 * len(panel.columns))
-            axes = page.axes(x + left, top + head, wide, own)
-            page.placed.append(PlacedPanel(axes, panel))
-            axes.set_title(title, loc="left")
-            _DRAW[type(panel)](axes, panel)
-            if panel is panels[-1] and _has_legend(panel):
-                about = panel.group_label if isinstance(panel, Scatter) else ""
-                axes.legend(title=about, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
-            if isinstance(panel, Heatmap):
-                _heat_ticks(axes, panel)
-                _colour_bar(page, axes.collections[0], panel, x + left + wide + 0.12, top + head, own)
-            x += left + width + right
-
-    return head + height + _GAP + below, draw
+    title = max(getattr(panel, "title", "").count("\n") for panel in panels)
+    return _panels_height(panels) + 0.16 * title + _AXIS + _DIGIT * max(map(len, names), default=0)
 
 
 def _has_legend(panel: Panel) -> bool:
@@ -388,23 +383,17 @@ def _has_legend(panel: Panel) -> bool:
     return isinstance(panel, Lines) and len(panel.series) > 1
 
 
-def _panel_height(panel: Panel, width: float) -> float:
+def _panel_width(panel: Panel, usable: float) -> float:
+    if isinstance(panel, Heatmap):
+        return min(usable, _SQUARE) if panel.square else min(usable, 0.24 * len(panel.columns))
+    return usable
+
+
+def _panel_height(panel: Panel) -> float:
     if isinstance(panel, Heatmap) and panel.square:
-        return min(width, 7.0)
+        return _SQUARE
     rows = len(panel.rows) if isinstance(panel, Heatmap) else len(panel.names) if isinstance(panel, Bars) else 0
     return max(0.6, 0.2 * rows) if rows else _PANEL
-
-
-def _left(panel: Panel) -> float:
-    """Space for the labels of an axis."""
-    names = panel.rows if isinstance(panel, Heatmap) else panel.names if isinstance(panel, Bars) else ()
-    if not any(names):
-        return 0.15 if names else 0.75
-    return (
-        0.3
-        + _CHARACTER * max(len(_shortened(name, _NAME)) for name in names)
-        + 0.2 * bool(isinstance(panel, Heatmap) and panel.y_label)
-    )
 
 
 def _column_names(panel: Heatmap) -> list[str]:
@@ -423,8 +412,10 @@ def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
         axes.set_xticks(range(len(panel.columns)), _column_names(panel), rotation=90, fontsize=6.5)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(panel.x_label)
-    if panel.square and len(panel.rows) > 60:
-        axes.set_yticks(ticks.at, ticks.labels)
+    if panel.square:
+        axes.set_aspect("equal", anchor="NW")
+        if len(panel.rows) > 60:
+            axes.set_yticks(ticks.at, ticks.labels)
 
 
 def _lines(axes: Axes, panel: Lines) -> None:
@@ -435,8 +426,6 @@ def _lines(axes: Axes, panel: Lines) -> None:
             x, values, color=colour, linewidth=1.2, marker="o" if panel.markers else None, markersize=4, label=name
         )
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    if panel.log_x:
-        axes.set_xscale("log")
     if panel.log_y:
         _log_ticks(axes)
     if not numeric:
@@ -469,7 +458,6 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
         axes.set_aspect("equal", adjustable="datalim")
     if panel.log_y:
         _log_ticks(axes)
-    _point_labels(axes, panel)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(alpha=0.25)
 

@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,6 @@ _BACKLOG = 2048
 _KEEP_ALIVE = 15
 # Seconds before the end in which no request runs any more.
 _MARGIN = 2.0
-# Seconds for which the engine's thread, running Python, may keep others from answering: as long as an answer takes.
-_SWITCH_SECONDS = 0.001
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -77,31 +74,6 @@ def loopback_names(listener: socket.socket) -> list[str]:
     return ["localhost", "127.0.0.1", "::1", address, str(ip)] if ip.is_loopback else []
 
 
-class _ShortTurns:
-    """While any server of this process runs, a thread that runs Python yields to others after `_SWITCH_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._servers = 0
-        self._before = 0.0
-
-    def __enter__(self) -> None:
-        with self._mutex:
-            if self._servers == 0:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_SECONDS)
-            self._servers += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._mutex:
-            self._servers -= 1
-            if self._servers == 0:
-                sys.setswitchinterval(self._before)
-
-
-_short_turns = _ShortTurns()
-
-
 class Server:
     """A service on a socket.
 
@@ -144,7 +116,7 @@ class Server:
         a single batch takes longer.
         """
         # Otherwise each look into the store would read all weights.
-        with _short_turns, owned(self.service.turbo.model.base_model):
+        with owned(self.service.turbo.model.base_model):
             self.service.engine.start()
             try:
                 self._server.run(sockets=[self.listener])

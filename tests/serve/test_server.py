@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from benchmarks.serve.process import Process
 from esm_turbo import ContextStore
 from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
 from esm_turbo.serve.service import Service
-from tests.helpers.service import running
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSPLLKRRACDEFGHIKLMNPQ", "ACDEFGHIKLMNPQRSTVWY"]
 
@@ -92,22 +90,6 @@ def test_a_signal_stops_it_and_handlers_are_restored(turbo, tmp_path, number):
         server.run()
     assert not service.engine.alive
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_the_interval_of_threads_is_restored_by_the_last_server_that_stops(turbo, tmp_path):
-    before = sys.getswitchinterval()
-    first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    with second, first:
-        one = first.enter_context(running(turbo, tmp_path / "store"))
-        second.enter_context(running(turbo, tmp_path / "store"))
-        assert sys.getswitchinterval() < before
-        first.close()
-        assert sys.getswitchinterval() < before
-    assert sys.getswitchinterval() == before
-    # One that cannot run again leaves it, too.
-    with open_socket("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="once"):
-        Server(one.service, listener).run()
-    assert sys.getswitchinterval() == before
 
 
 def test_addresses():

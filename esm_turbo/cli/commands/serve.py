@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,8 @@ from esm_turbo.serve.limits import Limits
 
 _DEFAULTS = Limits()
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+# Seconds for which the engine's thread, running Python, may keep others from answering: as long as an answer takes.
+_SWITCH_SECONDS = 0.001
 
 
 def serve(
@@ -106,6 +109,7 @@ def serve(
                 held = f"{counted(service.contexts.stored, 'context')} in {store}"
             say(f"serving {url_of(listener)}, {held}")
 
+        sys.setswitchinterval(_SWITCH_SECONDS)
         Server(service, listener, tokens, hosts, ready).run()
         if service.engine.alive:
             # Python would wait for the batch that runs, and so would closing the store.
