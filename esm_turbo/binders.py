@@ -2,7 +2,7 @@
 
 The target is followed by one mask per residue of the peptide, and each residue is drawn from the k most likely ones.
 A template keeps residues of the peptide, or allows only some at a position. The peptides are then scored as candidates
-on the target, see `tasks.scoring.score`.
+on the target, see `tasks.scoring.pairs`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import GenerationOptions, generate_batch
 from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.generation.sampling import row_seeds
-from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, score
+from esm_turbo.tasks.scoring.pairs import score
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -135,7 +136,7 @@ def generate_binders(
         per_step: residues drawn per step; None draws all at once, independently of each other, as PepMLM does, and 1
             each given those before it.
         allowed: residues that may be generated, where a template has X, too; None for the 20 standard ones.
-        arm: of the scores, as are `refresh`, `background` and `store`; see `tasks.scoring.score.score`.
+        arm: of the scores, as are `refresh`, `background` and `store`; see `tasks.scoring.pairs.score`.
         sort_by: figure that ranks the peptides; `specificity` needs a background.
         toks_per_batch: padded tokens per batch; None chooses by device, and to score by arm too.
         progress: called with stages `generate` and `score`, see `Progress`.

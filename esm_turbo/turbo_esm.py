@@ -23,9 +23,8 @@ from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only,
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.generation import generate as generation
-from esm_turbo.tasks.scoring import pairs, score
+from esm_turbo.tasks.scoring import pairs
 from esm_turbo.tasks.variants import many
-from esm_turbo.tasks.variants import score as variants
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -43,14 +42,14 @@ class TurboEsm(ContextModel):
     embed = embedding.embed
     """Embed proteins as `esm-extract` does, see `tasks.embedding.embed.embed`."""
 
-    score = score.score
-    """Score candidates as continuations of a target, see `tasks.scoring.score.score`."""
+    score = pairs.score
+    """Score candidates as continuations of a target, see `tasks.scoring.pairs.score`."""
 
     score_pairs = pairs.score_pairs
     """Score candidates on many targets, see `tasks.scoring.pairs.score_pairs`."""
 
-    score_variants = variants.score_variants
-    """Score variants of a protein, see `tasks.variants.score.score_variants`."""
+    score_variants = many.score_variants
+    """Score variants of a protein, see `tasks.variants.many.score_variants`."""
 
     score_many_variants = many.score_many_variants
     """Score substitutions in many proteins, see `tasks.variants.many.score_many_variants`."""

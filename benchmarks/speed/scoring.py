@@ -22,7 +22,7 @@ from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.scoring.score import Scores
-from esm_turbo.tasks.variants.score import score_variants
+from esm_turbo.tasks.variants.many import score_variants
 
 # Log-probabilities in nats.
 _TOLERANCE = 1e-4

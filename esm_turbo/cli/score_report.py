@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -16,12 +15,17 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.common.options import Arm
     from esm_turbo.tasks.common.rankings import RankAgreement
     from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
-    from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.records import ProteinVariants, VariantsRun
+
+    Correlation = Callable[[ProteinVariants, Arm], float | None]
 
 # Proteins, or targets, up to which each is shown by itself, and how many of its best.
 _FEW, _TOP = 3, 10
-_UNIT = "log-probability of the mutant minus that of the wild type, nats"
+# By whether whole variants are scored.
+_UNITS = {
+    False: "log-probability of the mutant minus that of the wild type, nats",
+    True: "mean log-probability of the variant's residues minus that of the wild type's, nats per residue",
+}
 _APPROXIMATE = "compare ranks: single values are approximate"
 # Proteins that a summary of many shows.
 _ROWS = 20
@@ -66,95 +70,77 @@ def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
     arms = list(result.scores)
     method = result.scores[result.reference].method_name
     yield f"{result.wild_type.id}: {counted(len(result.variants), 'variant')}, {method}"
-    correlations = _Correlations.of([result])
-    if correlations.columns:
-        rows = [[arm, result.scores[arm].preset or "-", *correlations.cells(result, arm)] for arm in arms]
-        yield text_table("", ["arm", "stored as", *correlations.columns], rows)
+    if known := _correlations([result]):
+        rows = [[arm, result.scores[arm].preset or "-", *_correlation_cells(known, result, arm)] for arm in arms]
+        yield text_table("", ["arm", "stored as", *known], rows)
     order = result.ranking()[:top]
     if order:
         measured = any(result.variants[i].measured is not None for i in order)
+        columns = ["variant", *(["measured"] * measured), *arms]
         rows = []
         for i in order:
-            scores = [_number(result.scores[arm].values[i]) for arm in arms]
-            rows.append([result.variants[i].variant, *([_number(result.variants[i].measured)] * measured), *scores])
-        yield text_table(
-            f"top {len(order)} by {result.reference}",
-            ["variant", *(["measured"] * measured), *arms],
-            rows,
-            caption=_UNIT,
-        )
+            own = [result.variants[i].measured] * measured + [result.scores[arm].values[i] for arm in arms]
+            rows.append([result.variants[i].variant, *map(_number, own)])
+        yield text_table(f"top {len(order)} by {result.reference}", columns, rows, caption=_unit(result))
+
+
+def _unit(result: ProteinVariants) -> str:
+    return _UNITS[result.scores[result.reference].method == "pseudo_perplexity"]
 
 
 def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
     """One row per protein and arm."""
-    correlations = _Correlations.of(results)
+    known = _correlations(results)
     rows = []
     for result in results[:_ROWS]:
         for arm, scores in result.scores.items():
-            best = max(range(len(result.variants)), key=scores.values.__getitem__)
-            mean = _number(fmean(scores.values))
-            cells = [
-                f"{len(result.variants):,}",
-                arm,
-                mean,
-                result.variants[best].variant,
-                _number(scores.values[best]),
-            ]
-            rows.append([result.wild_type.id, *cells, *correlations.cells(result, arm)])
-    columns = ["protein", "variants", "arm", "mean score", "best variant", "its score", *correlations.columns]
+            best = scores.scores[scores.ranking()[0]]
+            cells = [arm, _number(fmean(scores.values)), best.variant, _number(best.score)]
+            count = f"{len(result.variants):,}"
+            rows.append([result.wild_type.id, count, *cells, *_correlation_cells(known, result, arm)])
+    columns = ["protein", "variants", "arm", "mean score", "best variant", "its score", *known]
+    title = f"{len(results):,} proteins, {results[0].scores[results[0].reference].method_name}"
     return text_table(
-        f"{len(results):,} proteins, {results[0].scores[results[0].reference].method_name}",
-        columns,
-        rows,
-        left=(0, 2, 4),
-        caption=_rest(len(results)) or f"score: {_UNIT}",
+        title, columns, rows, left=(0, 2, 4), caption=_rest(len(results)) or f"score: {_unit(results[0])}"
     )
 
 
-@dataclass(frozen=True)
-class _Correlations:
-    """Columns of rank correlations, those that are defined for any of the results."""
+def _correlations(results: Sequence[ProteinVariants]) -> dict[str, Correlation]:
+    """Rank correlations that are defined for any of the results, by their names."""
+    arms = list(results[0].scores)
+    measured = any(one.measured is not None for result in results for one in result.variants)
+    known: dict[str, Correlation] = {}
+    if measured:
+        known["Spearman with measured"] = lambda result, arm: result.against_measured(arm)
+    if "full" in arms and len(arms) > 1:
+        known["Spearman with full"] = lambda result, arm: result.against_full(arm)
+    return known
 
-    measured: bool
-    full: bool
 
-    @classmethod
-    def of(cls, results: Sequence[ProteinVariants]) -> _Correlations:
-        arms = list(results[0].scores)
-        measured = any(one.measured is not None for result in results for one in result.variants)
-        return cls(measured, "full" in arms and len(arms) > 1)
-
-    @property
-    def columns(self) -> list[str]:
-        return ["Spearman with measured"] * self.measured + ["Spearman with full"] * self.full
-
-    def cells(self, result: ProteinVariants, arm: Arm) -> list[str]:
-        known = [result.against_measured(arm)] * self.measured + [result.against_full(arm)] * self.full
-        return [_number(value) for value in known]
+def _correlation_cells(known: dict[str, Correlation], result: ProteinVariants, arm: Arm) -> list[str]:
+    return [_number(correlation(result, arm)) for correlation in known.values()]
 
 
 def _target_table(result: TargetResult, top: int) -> Table:
     shown = result.ranking()[:top]
     reference = result.scores[result.reference]
-    specificity, again = _SpecificityColumn.of(reference), _rescored_cells(result)
+    unit, specificities = reference.specificities()
+    again = _rescored_cells(result)
     rows = []
     for rank, index in enumerate(shown, start=1):
         candidate = result.candidates[index]
-        perplexities = (scores.scores[index].pseudo_perplexity for scores in result.scores.values())
-        likelihood = reference.scores[index].pseudo_log_likelihood
-        cells = [str(rank), candidate.id, _shortened(candidate.sequence), *(f"{x:.3f}" for x in perplexities)]
+        cells = [str(rank), candidate.id, _shortened(candidate.sequence), *_perplexities(result, index)]
         # The width of a terminal does not hold both.
-        shown_figure = specificity.cells(index) or [f"{likelihood:.2f}"]
-        rows.append([*cells, *shown_figure, *again.get(index, [])])
+        likelihood = f"{reference.scores[index].pseudo_log_likelihood:.2f}"
+        rows.append([*cells, _number(specificities[index]) if unit else likelihood, *again.get(index, [])])
     rest = len(result.candidates) - len(shown)
+    of_arm = f", {result.reference}" if len(result.scores) > 1 else ""
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
         [
-            "rank",
-            "candidate",
-            "sequence",
+            *("rank", "candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
-            *(specificity.names or ["pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else "")]),
+            f"specificity, {unit}" if unit else f"pseudo-log-lik.{of_arm}",
             *(["by full", "rank"] if again else []),
         ],
         rows,
@@ -163,23 +149,9 @@ def _target_table(result: TargetResult, top: int) -> Table:
     )
 
 
-@dataclass(frozen=True)
-class _SpecificityColumn:
-    """The specificity of candidates, in standard deviations of the background if all have it in them."""
-
-    values: tuple[float | None, ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, scores: Scores) -> _SpecificityColumn:
-        if scores.background is None:
-            return cls((), ())
-        in_spreads = all(one.specificity_z is not None for one in scores.scores if one.background is not None)
-        values = tuple(one.specificity_z if in_spreads else one.specificity for one in scores.scores)
-        return cls(values, (f"specificity, {'s.d.' if in_spreads else 'nats'}",))
-
-    def cells(self, index: int) -> list[str]:
-        return [_number(self.values[index])] if self.names else []
+def _perplexities(result: TargetResult, index: int) -> list[str]:
+    """Of a candidate in every arm."""
+    return [f"{scores.scores[index].pseudo_perplexity:.3f}" for scores in result.scores.values()]
 
 
 def _rescored_cells(result: TargetResult) -> dict[int, list[str]]:
@@ -187,29 +159,30 @@ def _rescored_cells(result: TargetResult) -> dict[int, list[str]]:
     if not result.rescored:
         return {}
     before, ranks = result.ranking(), result.rescored_ranks()
-    cells = {}
+    cells = {index: ["", ""] for index in before}
     for index, one in result.rescored.items():
         moved = before.index(index) + 1 - ranks[index]
         cells[index] = [f"{one.pseudo_perplexity:.3f}", f"{ranks[index]}" + (f" ({moved:+d})" if moved else "")]
-    return {index: cells.get(index, ["", ""]) for index in range(len(result.candidates))}
+    return cells
 
 
 def _targets_summary(results: Sequence[TargetResult]) -> Table:
     """One row per target, with its best candidate."""
     rows = []
+    unit, _ = results[0].scores[results[0].reference].specificities()
     for result in results[:_ROWS]:
         best = result.ranking()[0]
-        perplexities = [f"{scores.scores[best].pseudo_perplexity:.3f}" for scores in result.scores.values()]
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
-        specific = _SpecificityColumn.of(result.scores[result.reference]).cells(best)
-        rows.append([result.target.id, *counts, candidate.id, _shortened(candidate.sequence), *perplexities, *specific])
+        _, specificities = result.scores[result.reference].specificities()
+        cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
+        rows.append([result.target.id, *counts, *cells, *([_number(specificities[best])] if unit else [])])
     return text_table(
         f"best candidates of {len(results):,} targets",
         [
             *("target", "residues", "candidates", "best candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
-            *_SpecificityColumn.of(results[0].scores[results[0].reference]).names,
+            *([f"specificity, {unit}"] if unit else []),
         ],
         rows,
         left=(0, 3, 4),
@@ -224,22 +197,17 @@ def _rest(count: int) -> str | None:
 
 def _agreement_table(results: Sequence[TargetResult], each: bool) -> Table:
     """Agreements of the arms with the reference on each target, and their means."""
-    rows = [
-        [result.target.id, arm, *_agreement_cells([one])]
-        for result in results
-        for arm, one in result.agreement.items()
-        if each
-    ]
     agreements: dict[Arm, list[RankAgreement]] = {}
+    rows = []
     for result in results:
         for arm, one in result.agreement.items():
             agreements.setdefault(arm, []).append(one)
+            rows += [[result.target.id, arm, *_agreement_cells([one])]] if each else []
     if len(results) > 1:
         rows += [["mean", arm, *_agreement_cells(own)] for arm, own in agreements.items()]
-    first = next(result for result in results if result.agreement)
     top_k = max(one.top_k for own in agreements.values() for one in own)
     return text_table(
-        f"agreement with {first.reference}",
+        f"agreement with {results[0].reference}",
         ["target", "arm", "Spearman", f"top {top_k} shared", "mean difference"],
         rows,
         caption="mean difference of pseudo-log-likelihoods, nats per residue",

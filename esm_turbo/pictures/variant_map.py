@@ -27,7 +27,7 @@ from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.score import VariantScores
-from esm_turbo.tasks.variants.substitutions import Substitutions, has_indel, split_variant
+from esm_turbo.tasks.variants.substitutions import has_indel, parse_variants, split_variant
 
 _SCORE = "score (nats)"
 # Variants of which each has a bar.
@@ -89,11 +89,10 @@ def effects(result: ProteinVariants, arm: Arm) -> Array:
     sequence = result.wild_type.sequence
     single = [number for number, variant in enumerate(result.variants) if _is_single(variant)]
     names = [result.variants[number].variant for number in single]
-    parsed = Substitutions.parse(names, sequence, result.first_position)
-    known = np.isin(parsed.mutant, list(STANDARD_RESIDUES))
     values = np.full((len(RESIDUE_ORDER), len(sequence)), np.nan)
-    rows = np.array([RESIDUE_ORDER.find(letter) for letter in parsed.mutant], dtype=np.int64)
-    values[rows[known], parsed.index[known]] = np.array(result.scores[arm].values)[single][known]
+    for number, [one] in zip(single, parse_variants(names, sequence, result.first_position), strict=True):
+        if one.mutant in STANDARD_RESIDUES:
+            values[RESIDUE_ORDER.index(one.mutant), one.index] = result.scores[arm].scores[number].score
     scored = np.isfinite(values).any(axis=0)
     for index, letter in enumerate(sequence):
         if scored[index] and letter in RESIDUE_ORDER:

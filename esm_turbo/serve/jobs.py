@@ -179,7 +179,8 @@ class ItemJob(Job):
         in_turn = turbo.model.base_model.replays
         for index, work in enumerate(works):
             for one in work:
-                together.setdefault((one.rows.cache.config, one.key if in_turn else None), []).append((index, one))
+                config = None if one.rows.cache is None else one.rows.cache.config
+                together.setdefault((config, one.key if in_turn else None), []).append((index, one))
         missing, found = list(map(len, works)), [list[tuple[int, Tensor]]() for _ in works]
         for several in together.values():
             predicted = _predict(turbo, [one.rows for _, one in several])

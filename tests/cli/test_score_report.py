@@ -105,7 +105,12 @@ def test_variants_by_score_with_their_arms(turbo: TurboEsm) -> None:
     assert cells[1:] == [f"{result.scores[arm].values[best]:.4f}" for arm in ("turbo", "full")]
     assert row(lines, "turbo", "turbo3")[2:] == [f"{result.against_full('turbo'):.4f}"]
     assert not any("measured" in line for line in lines)
+    assert any("mutant minus that of the wild type, nats" in line for line in lines)
     assert not any("top" in line for line in lines_of(variants_report(run, 0)))
+    deletion = [MeasuredVariant("K2del")]
+    run = score_variant_records(turbo, [ProteinRecord("wt", "MKT")], deletion, ("turbo",), method="pseudo_perplexity")
+    lines = lines_of(variants_report(run, None))
+    assert any("of the wild type's, nats per residue" in line for line in lines)
 
 
 def test_measurements_have_columns_where_there_are_any(turbo: TurboEsm) -> None:

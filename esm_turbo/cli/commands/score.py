@@ -7,15 +7,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.cli.console import progress_bar, save, say, show
+from esm_turbo.cli.console import save, say
 from esm_turbo.cli.inputs import (
     announce,
-    check_minimum,
     check_usable,
-    list_bad,
     named_arms,
-    opened_store,
-    outcome,
     read_background,
     read_proteins,
     readable,
@@ -37,19 +33,18 @@ from esm_turbo.cli.options import (
     TableFile,
 )
 from esm_turbo.cli.parallel import Spread
-from esm_turbo.cli.pictures import check_plot, save_plot
-from esm_turbo.cli.report import failures
+from esm_turbo.cli.pictures import check_plot
 from esm_turbo.cli.score_report import score_report
+from esm_turbo.cli.scoring import check_options, conclude, running
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.files.tabular import counted
-from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, UnknownResidues
+from esm_turbo.proteins.fasta import UNKNOWN, BadRecord
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, CandidateFill, UnknownResidues
 from esm_turbo.tasks.common.progress import part_of
 
 if TYPE_CHECKING:
-    from esm_turbo.tasks.common.pieces import Plan
-    from esm_turbo.tasks.scoring.records import Candidate, ScoringRun
+    from esm_turbo.tasks.scoring.records import Candidate
 
 
 def score(
@@ -96,10 +91,7 @@ def score(
         matrix: CSV, TSV or Parquet file to write a row per target and a column per candidate to: mean log-probability,
             or specificity if that ranks.
     """
-    check_minimum(0, refresh=refresh, top=top)
-    check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch, rescore=screen.rescore)
-    if arm == ():
-        raise ValueError("--arm must name at least one arm")
+    check_options(arm, refresh, top, toks_per_batch, top_k=top_k, rescore=screen.rescore)
     if screen.rescore is not None and (parallel.shard is not None or "full" in (arm or ())):
         reason = "--arm full scores all" if parallel.shard is None else "a shard has only some of each ranking"
         raise ValueError(f"--rescore scores the best again by the arm full, but {reason}; give one of the two")
@@ -135,67 +127,39 @@ def score(
     turbo = spread.load()
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
-    settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
-    chosen: dict[str, Any] = {
-        "background": background,
-        "sort_by": screen.sort_by,
+    settings: dict[str, Any] = {
+        "refresh": refresh,
+        "place": place,
+        "toks_per_batch": toks_per_batch,
         "unknown_residues": screen.unknown_residues,
     }
-    chosen |= {"pairs": screen.pairs, "equal_targets": equal_targets(good)}
+    chosen = {
+        "background": background,
+        "sort_by": screen.sort_by,
+        "pairs": screen.pairs,
+        "equal_targets": equal_targets(good),
+    }
     if sharding.is_done(lambda: model_settings(turbo, arms) | settings | chosen | asdict(letters)):
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
-        opened = opened_store(store, turbo, alone=spread.devices is None)
-        with opened as known, spread.runner() as runner, progress_bar("residues") as progress:
-
-            def score_some(
-                stage: str,
-                plan: Plan | None,
-                targets: Sequence[ProteinRecord],
-                candidates: Sequence[Candidate],
-                arms: Sequence[Arm],
-            ) -> ScoringRun:
-                return score_records(
-                    turbo,
-                    targets,
-                    candidates,
-                    arms,
-                    top_k=top_k,
-                    journal=journal,
-                    progress=part_of(progress, stage=stage),
-                    refresh=refresh,
-                    place=place,
-                    toks_per_batch=toks_per_batch,
-                    unknown_residues=screen.unknown_residues,
-                    store=known,
-                    runner=runner,
-                    plan=plan,
-                )
-
-            run = score_some("score", sharding.plan, good, read, arms)
+        with running(spread, turbo, store, journal, "residues") as where:
+            progress = where.pop("progress")
+            options = {"top_k": top_k, **settings, **where}
+            run = score_records(turbo, good, read, arms, progress=progress, plan=sharding.plan, **options)
             if background is not None and compares:
-                more = partial(score_some, "background", None)
-                compare(run, background, contexts, more, later=sharding.plan is not None)
+                elsewhere = partial(score_records, turbo, progress=part_of(progress, stage="background"), **options)
+                compare(run, background, contexts, elsewhere, later=sharding.plan is not None)
             sort(run, screen.sort_by)
             if screen.rescore is not None:
-                rescore(run, screen.rescore, partial(score_some, "rescore", None))
+                again = partial(score_records, turbo, progress=part_of(progress, stage="rescore"), **options)
+                rescore(run, screen.rescore, again)
         if sharding.out is not None and run.results:
             save(partial(run.write, run=used, settings=settings | chosen), sharding.out)
     if matrix is not None and run.results:
         save(partial(run.matrix(screen.sort_by).write, metadata=run_metadata(used, settings | chosen)), matrix)
-    sharding.finish(used, [*bad_targets, *bad_candidates, *run.failed], *run.places(good))
-    if plot is not None:
-        from esm_turbo.pictures.sheets import sheets_of
-
-        save_plot(plot, sheets_of(run, used))
-    list_bad(targets, [*bad_targets, *run.failed])
-    list_bad(candidates, bad_candidates)
-    failed = [*bad_targets, *bad_candidates, *run.failed]
-    result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
-    rows = sum(len(one.candidates) * len(one.scores) for one in run.results)
-    show(*score_report(run, top), *outcome(rows, "score", sharding.out, failed), to_json=json, result=result)
-    return sharding.exit_code(failed)
+    bad = [(targets, bad_targets), (candidates, bad_candidates)]
+    return conclude(run, used, sharding, good, bad, score_report(run, top), "score", plot=plot, json=json)
 
 
 def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownResidues) -> None:
@@ -203,4 +167,5 @@ def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownR
     count = sum(not set(UNKNOWN).isdisjoint(one.sequence) for one in candidates)
     if count:
         what = "are left out of the figures" if unknown_residues == "omit" else "make them unlikely"
-        say(f"{count:,} of {counted(len(candidates), 'candidate')} hold B, X or Z, which {what} (--unknown-residues)")
+        verb = "holds" if count == 1 else "hold"
+        say(f"{count:,} of {counted(len(candidates), 'candidate')} {verb} B, X or Z, which {what} (--unknown-residues)")

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
-from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.console import save
 from esm_turbo.cli.homologs import DrawnHomologs, HomologOptions
 from esm_turbo.cli.inputs import (
     announce,
-    check_minimum,
     check_usable,
-    list_bad,
     named_arms,
-    opened_store,
-    outcome,
     read_proteins,
     readable,
     resumable,
@@ -35,9 +30,9 @@ from esm_turbo.cli.options import (
     TableFile,
 )
 from esm_turbo.cli.parallel import Spread
-from esm_turbo.cli.pictures import check_plot, save_plot
-from esm_turbo.cli.report import failures
+from esm_turbo.cli.pictures import check_plot
 from esm_turbo.cli.score_report import variants_report
+from esm_turbo.cli.scoring import check_options, conclude, running
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
@@ -95,10 +90,7 @@ def variants(
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the variants.
         columns: Columns of that file as another program reads them: proteingym or dms-viz.
     """
-    check_minimum(0, refresh=refresh, top=top)
-    check_minimum(1, toks_per_batch=toks_per_batch)
-    if arm == ():
-        raise ValueError("--arm must name at least one arm")
+    check_options(arm, refresh, top, toks_per_batch)
     spread = Spread.of(parallel, model, backend=backend)
     sharding = Sharding("variants", "table", parallel.shard, out, [wild_types, variants, homologs.homologs])
     for name, column in (("measured", measured), ("protein-column", protein_column), ("mutant-column", mutant_column)):
@@ -143,8 +135,7 @@ def variants(
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
-        opened = opened_store(store, turbo, alone=spread.devices is None)
-        with opened as contexts, spread.runner() as runner, progress_bar("positions") as progress:
+        with running(spread, turbo, store, journal, "positions") as where:
             run = score_records(
                 turbo,
                 records,
@@ -152,31 +143,23 @@ def variants(
                 arms,
                 method=method,
                 refresh=refresh,
-                first_position=first_position,
                 toks_per_batch=toks_per_batch,
-                store=contexts,
-                progress=progress,
-                runner=runner,
-                plan=sharding.plan,
-                journal=journal,
+                first_position=first_position,
                 contexts=drawn.texts,
+                plan=sharding.plan,
+                **where,
             )
         if sharding.out is not None and run.results:
             save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
-    sharding.finish(used, [*bad_records, *run.failed, *bad], run.places(records))
-    if plot is not None:
-        from esm_turbo.pictures.sheets import sheets_of
-
-        save_plot(plot, sheets_of(run, used))
-    list_bad(wild_types, [*bad_records, *run.failed])
-    if variants is not None:
-        list_bad(variants, bad)
-    failed = [*bad_records, *run.failed, *bad]
-    result: dict[str, Any] = {
-        "run": used.to_dict() | drawn.to_dict(),
-        "results": [one.to_dict() for one in run.results],
-    }
-    result["failed"] = failures(failed)
-    rows = sum(len(one.variants) for one in run.results)
-    show(*variants_report(run, top), *outcome(rows, "variant", sharding.out, failed), to_json=json, result=result)
-    return sharding.exit_code(failed)
+    return conclude(
+        run,
+        used,
+        sharding,
+        records,
+        [(wild_types, bad_records), (variants, bad)],
+        variants_report(run, top),
+        "variant",
+        plot=plot,
+        json=json,
+        more=drawn.to_dict(),
+    )

@@ -63,13 +63,13 @@ def run_rows(
         For each item of each run, in order, its result; or why it has none, or does not fit into memory.
     """
     waves = _waves(turbo, runs)
-    with _reader() as reader:
+    with ThreadPoolExecutor(1) as reader:
         following = next(waves, None)
         if following is not None:
             following.look_up(turbo, store, reader)
         while following is not None:
             wave = following
-            found = wave.found.result()
+            found = {} if wave.found is None else wave.found.result()
             contexts = _Contexts.of(turbo, wave, found, store)
             # Now that those of this wave are in the store: the next one may need the same.
             following = next(waves, None)
@@ -84,16 +84,6 @@ def run_rows(
             del wave, found, contexts
             for item in finished:
                 yield item.result()
-
-
-@contextlib.contextmanager
-def _reader() -> Iterator[ThreadPoolExecutor]:
-    """A thread, which starts when it is needed, and at the end does nothing more."""
-    reader = ThreadPoolExecutor(1)
-    try:
-        yield reader
-    finally:
-        reader.shutdown(cancel_futures=True)
 
 
 @dataclass
@@ -130,12 +120,6 @@ class _ContextRow(NamedTuple):
     row: int
 
 
-def _nothing() -> Future[dict[_TokenIds, _ContextRow]]:
-    future: Future[dict[_TokenIds, _ContextRow]] = Future()
-    future.set_result({})
-    return future
-
-
 @dataclass
 class _Wave:
     """Groups whose contexts are held together.
@@ -144,14 +128,14 @@ class _Wave:
         config: see `RowRun`, as is `toks_per_batch`.
         jobs: the groups.
         finished: items of which no groups follow.
-        found: contexts that were in the store, after `look_up`.
+        found: contexts that are in the store, once they are looked up.
     """
 
     config: TurboConfig | None
     toks_per_batch: int
     jobs: list[_Job] = field(default_factory=list)
     finished: list[_Item[Any]] = field(default_factory=list)
-    found: Future[dict[_TokenIds, _ContextRow]] = field(default_factory=_nothing)
+    found: Future[dict[_TokenIds, _ContextRow]] | None = None
 
     def look_up(self, turbo: ContextModel, store: ReadableSource | None, reader: ThreadPoolExecutor) -> None:
         """Begin to read the contexts that are in the store."""
@@ -164,7 +148,8 @@ class _Wave:
                 # On a device, decoded contexts are read fast only as a whole.
                 decodes = device.type == "cpu" or not group.hides
                 wanted[context] = wanted.get(context, 0) + decodes * group.tokens
-        self.found = reader.submit(_stored, turbo, store, self.config, wanted, _as_here(device))
+        if wanted:
+            self.found = reader.submit(_stored, turbo, store, self.config, wanted, _as_here(device))
 
 
 def _waves(turbo: ContextModel, runs: Iterable[RowRun[ResultT]]) -> Iterator[_Wave]:
@@ -316,69 +301,56 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
         if len({job.context for job in jobs}) < 2:
             alone += jobs
             continue
+        places = [(job.group, contexts.held[job.context]) for job in jobs]
+        parts = [RowSlice(group, torch.arange(group.count), place.cache, place.row) for group, place in places]
         try:
-            places = [contexts.held[job.context] for job in jobs]
-            parts = [
-                RowSlice(job.group, torch.arange(job.group.count), place.cache, place.row)
-                for job, place in zip(jobs, places, strict=True)
-            ]
             found = predict_together(turbo, parts, budget)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             alone += jobs
-        else:
-            for job, predicted in zip(jobs, found, strict=True):
-                job.put(predicted)
-                advance(job.group.count)
+            continue
+        for job, predicted in zip(jobs, found, strict=True):
+            job.put(predicted)
+            advance(job.group.count)
     for job in alone:
+        group, place = job.group, contexts.held.get(job.context)
         try:
-            job.put(_predict_alone(turbo, job.group, contexts.held.get(job.context), budget, advance))
+            cache = place and (place.cache if place.cache.batch_size == 1 else place.cache.select(place.row))
+            job.put(*predict_together(turbo, [RowSlice(group, torch.arange(group.count), cache)], budget, advance))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             job.put(error.with_traceback(None))
 
 
-def _predict_alone(
-    turbo: ContextModel, group: RowGroup, place: _ContextRow | None, budget: int, advance: Callable[[int], None]
-) -> Tensor:
-    """What is kept of the rows of a group that share no batch with others."""
-    shared: dict[str, TurboKVCache] = {}
-    if place is None:
-        check_memory(turbo.model.base_model, group.width)
-    else:
-        cache = place.cache if place.cache.batch_size == 1 else place.cache.select(place.row)
-        if not group.hides or turbo.model.device.type == "cpu":
-            cache = maybe_decode(turbo, cache, group.tokens)
-        shared["past_key_values"] = cache
-    parts = []
-    for numbers in torch.arange(group.count).split(max(1, budget // group.width)):
-        input_ids, at, options = _joined(turbo, [group.rows(numbers)], [group.kept], group.kept)
-        parts.append(group.reduce(numbers, log_probabilities(turbo, input_ids, at, **shared, **options)))
-        advance(at.numel())
-    return torch.cat(parts)
-
-
-def predict_together(turbo: ContextModel, parts: Sequence[RowSlice], budget: int) -> list[Tensor]:
+def predict_together(
+    turbo: ContextModel, parts: Sequence[RowSlice], budget: int, advance: Callable[[int], None] = lambda rows: None
+) -> list[Tensor]:
     """What is kept of rows that share batches, in which rows of similar width follow each other.
 
     Args:
         turbo: the model.
-        parts: the rows; all contexts are stored under the same options.
+        parts: the rows; all contexts are stored under the same options, or there are none.
         budget: tokens per batch.
+        advance: called with numbers of predicted tokens.
 
     Returns:
         For each part what `RowGroup.reduce` keeps of its rows.
     """
-    caches = list({id(part.cache): part.cache for part in parts}.values())
-    # Contexts that were computed in one batch are read where they are.
-    cache = caches[0] if len(caches) == 1 else TurboKVCache.cat(caches)
+    caches = list({id(part.cache): part.cache for part in parts if part.cache is not None}.values())
     begins = dict(zip(map(id, caches), accumulate((one.batch_size for one in caches), initial=0), strict=False))
-    past = cache.get_seq_length()
-    # On a device, decoded contexts are read fast only as a whole.
-    if turbo.model.device.type == "cpu" or not any(part.group.hides for part in parts):
-        cache = maybe_decode(turbo, cache, sum(part.tokens for part in parts))
+    past, shared = 0, dict[str, TurboKVCache]()
+    if caches:
+        # Contexts that were computed in one batch are read where they are.
+        cache = caches[0] if len(caches) == 1 else TurboKVCache.cat(caches)
+        past = cache.get_seq_length()
+        # On a device, decoded contexts are read fast only as a whole.
+        if turbo.model.device.type == "cpu" or not any(part.group.hides for part in parts):
+            cache = maybe_decode(turbo, cache, sum(part.tokens for part in parts))
+        shared["past_key_values"] = cache
+    else:
+        check_memory(turbo.model.base_model, max(part.group.width for part in parts))
     order = sorted(range(len(parts)), key=lambda number: parts[number].group.width)
     rows = [(number, row) for number in order for row in parts[number].numbers.tolist()]
     found: list[list[Tensor]] = [[] for _ in parts]
@@ -390,10 +362,11 @@ def predict_together(turbo: ContextModel, parts: Sequence[RowSlice], budget: int
         own = [part for _, part in together]
         made = [part.group.rows(part.numbers) for part in own]
         input_ids, at, options = _joined(turbo, made, [part.group.kept for part in own], past)
-        index = None
-        if cache.batch_size > 1:
+        if shared:
             index = [begins[id(part.cache)] + part.row for part in own for _ in part.numbers]
-        values = log_probabilities(turbo, input_ids, at, past_key_values=cache, context_index=index, **options)
+            options["context_index"] = index if shared["past_key_values"].batch_size > 1 else None
+        values = log_probabilities(turbo, input_ids, at, **shared, **options)
+        advance(at.numel())
         for (number, part), value in zip(together, values.split([len(part.numbers) for part in own]), strict=True):
             found[number].append(part.group.reduce(part.numbers, value))
     return [torch.cat(kept) for kept in found]
@@ -401,7 +374,7 @@ def predict_together(turbo: ContextModel, parts: Sequence[RowSlice], budget: int
 
 def _joined(
     turbo: ContextModel, parts: Sequence[RowBatch], kept: Sequence[int], past: int
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Rows of several contexts in one batch, padded on the right.
 
     Args:
@@ -419,7 +392,7 @@ def _joined(
 
     input_ids = padded((part.input_ids for part in parts), width, turbo.codes.pad)
     mask = padded((torch.ones_like(part.input_ids) for part in parts), width, 0)
-    options: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
     if any(part.visible is not None for part in parts):
         seen = (
             torch.ones(len(part.at), tokens, dtype=torch.int64) if part.visible is None else part.visible

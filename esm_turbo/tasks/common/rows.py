@@ -64,6 +64,11 @@ class RowGroup(ABC):
         """What is kept of the log-probabilities of these rows, float32 [n, vocab_size], or [n, k, vocab_size]."""
 
     @property
+    def predictions(self) -> int:
+        """Number of predicted tokens, one in each row unless rows have several."""
+        return self.count
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows."""
         return self.count * self.width
@@ -75,13 +80,13 @@ class RowSlice(NamedTuple):
     Attributes:
         group: of the rows.
         numbers: of the rows, int64 [n].
-        cache: holds the context, `kept` tokens of it.
+        cache: holds the context, `kept` tokens of it; None for no context.
         row: of the context in the cache.
     """
 
     group: RowGroup
     numbers: Tensor
-    cache: TurboKVCache
+    cache: TurboKVCache | None
     row: int = 0
 
     @property

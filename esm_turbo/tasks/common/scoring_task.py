@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.journal import Journal
-from esm_turbo.files.tabular import Tabular
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
 from esm_turbo.tasks.common.forwards import batch_tokens, context_config, resolve_arm, runs_on_cuda
+from esm_turbo.tasks.common.homologs import row_arm
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost, packed, piece_limit
-from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.resumable import run_resumable
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowRun
@@ -36,10 +38,20 @@ class Item(Protocol):
         """Residues of the protein."""
 
 
+@dataclass(frozen=True)
 class ItemScores(Tabular):
     """Scores of what belongs to one protein."""
 
-    scores: Sequence[Any]
+    scores: tuple[Any, ...]
+
+    def ranking(self) -> list[int]:
+        """Indices of the scores, best first."""
+        raise NotImplementedError
+
+    def best_first(self) -> list[Sequence[object]]:
+        """`rows`, best first."""
+        rows = list(self.rows())
+        return [rows[index] for index in self.ranking()]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -57,10 +69,28 @@ class Scored(Generic[ScoresT]):
     Attributes:
         scores: by arm.
         failed: why it could not be scored.
+        numbers: what was scored here of what belongs to the item, by its numbers; all of it if that is None.
     """
 
     scores: dict[Arm, ScoresT]
     failed: str | None = None
+    numbers: Sequence[int] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Sequence[int] | None, Scored[ScoresT]]]) -> Scored[ScoresT]:
+        """The result of an item from its parts, each with the numbers of what it holds, in the order of these."""
+        failed = next((one.failed for _, one in parts if one.failed is not None), None)
+        if failed is not None:
+            return cls({}, failed)
+        if len(parts) == 1:
+            [(numbers, one)] = parts
+            return cls(one.scores, None, numbers)
+        order = sorted((number, part, at) for part, (own, _) in enumerate(parts) for at, number in enumerate(own or ()))
+        scores = {
+            arm: replace(first, scores=tuple(parts[part][1].scores[arm].scores[at] for _, part, at in order))
+            for arm, first in parts[0][1].scores.items()
+        }
+        return cls(scores, None, [number for number, *_ in order])
 
 
 @dataclass(frozen=True)
@@ -79,9 +109,9 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     """
 
     arms: tuple[Arm, ...]
-    refresh: int
-    toks_per_batch: int | None
-    store: ReadableSource | None
+    refresh: int = DEFAULT_REFRESH
+    toks_per_batch: int | None = None
+    store: ReadableSource | None = None
     reads_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -100,13 +130,17 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     def tokens(self, item: ItemT) -> int:
         """Tokens that run to score an item in an arm, about."""
 
+    def parts(self, item: ItemT, limit: int, *, sharded: bool) -> Iterable[tuple[ItemT, Sequence[int] | None]]:
+        """An item in parts of up to so many tokens, each with the numbers of what it holds; None for all.
+
+        Args:
+            sharded: whether parts may be scored by different shards, which are merged by `parallel.merge`.
+        """
+        return [(item, None)]
+
     @abstractmethod
     def units(self, item: ItemT) -> int:
         """Predicted tokens of an item in an arm, by which progress is counted."""
-
-    @abstractmethod
-    def options(self) -> list[Any]:
-        """What results depend on besides model, arms and items, as JSON values."""
 
     @abstractmethod
     def scores_from_dict(self, item: ItemT, values: Mapping[str, Any]) -> ScoresT:
@@ -143,9 +177,12 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
         for piece in pieces:
             for arm in self.arms:
                 resolve_arm(turbo, arm, reads_on=self.reads_on)
-                tokens = batch_tokens(self.toks_per_batch, arm, turbo.model.device)
-                config = None if arm == "full" else context_config(turbo, arm)
-                yield RowRun(self._rows_or_errors(turbo, piece, arm), config, tokens)
+                yield self.row_run(turbo, self._rows_or_errors(turbo, piece, arm), arm)
+
+    def row_run(self, turbo: ContextModel, items: Iterable[ItemRows[ScoresT] | Exception], arm: Arm) -> RowRun[ScoresT]:
+        """A run of the rows of items in an arm."""
+        tokens = batch_tokens(self.toks_per_batch, row_arm(turbo, arm), turbo.model.device)
+        return RowRun(items, None if arm == "full" else context_config(turbo, arm), tokens)
 
     def _rows_or_errors(
         self, turbo: ContextModel, items: Iterable[ItemT], arm: Arm
@@ -168,7 +205,8 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
 
     def settings(self, turbo: ContextModel) -> Any:
         """See `ResumableTask.settings`."""
-        return [run_settings(turbo, self.arms), *self.options()]
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [run_settings(turbo, self.arms), {name: options[name] for name in options if name != "store"}]
 
     def content(self, piece: Sequence[ItemT]) -> Any:
         """See `ResumableTask.content`."""
@@ -181,33 +219,42 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     def from_json(self, piece: Sequence[ItemT], value: Any) -> list[Scored[ScoresT]]:
         """See `ResumableTask.from_json`."""
         return [
-            Scored({arm: self.scores_from_dict(item, own) for arm, own in one.items()})
+            Scored({arm: self.scores_from_dict(item, one[arm]) for arm in self.arms})
             for item, one in zip(piece, value, strict=True)
         ]
 
 
-def limit_of(turbo: ContextModel, tokens: int, runner: Runner | None) -> int:
-    """`piece_limit` of so many tokens where they run."""
-    return piece_limit(tokens, on_cuda=runs_on_cuda(turbo, None if runner is None else runner.devices))
+def score_item(
+    turbo: ContextModel, task: ScoringTask[ItemT, ScoresT], item: ItemT, progress: Progress | None = None
+) -> ScoresT:
+    """Score an item in the only arm of a task, in this process; raises the error of one that cannot be scored."""
+    [arm] = task.arms
+    rows = task.rows(turbo, item, arm)
+    run = task.row_run(turbo, [rows], arm)
+    counter = StageProgress(progress, "score", sum(group.predictions for group in rows.groups))
+    [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def score_items(
     turbo: ContextModel,
     task: ScoringTask[ItemT, ScoresT],
     items: Sequence[ItemT],
-    limit: int | None = None,
     *,
-    names: Sequence[str] | None = None,
+    in_pieces: bool = True,
+    names: Sequence[str] = (),
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
     journal: Journal | None = None,
 ) -> dict[int, Scored[ScoresT]]:
-    """Score items in pieces.
+    """Score items in pieces of up to `piece_limit` tokens to run, in batches filled across the items of a piece.
 
     Args:
-        items: what is scored, in the order in which they form pieces.
-        limit: tokens of a piece; None is `limit_of` all of them, or in this process all.
+        items: what is scored, in the order in which they form pieces; a large one may be divided.
+        in_pieces: False runs all in one piece, which is faster where nothing is kept or shared.
         names: of the items, for the plan.
         progress: called with stage `score`, see `Progress`.
         runner: where pieces are run; None is this process.
@@ -215,29 +262,41 @@ def score_items(
         journal: see `run_resumable`.
 
     Returns:
-        The results, by index of the item.
+        The results, by index of the item; with a plan, of those that have any here.
     """
-    tokens = [task.tokens(item) for item in items]
-    if limit is None:
-        limit = sum(tokens) if runner is None else limit_of(turbo, sum(tokens), runner)
-    pieces = packed(range(len(items)), tokens, limit)
+    parts: list[tuple[int, ItemT, Sequence[int] | None]] = [(number, one, None) for number, one in enumerate(items)]
+    limit = total = sum(map(task.tokens, items))
+    if in_pieces:
+        limit = piece_limit(total, on_cuda=runs_on_cuda(turbo, None if runner is None else runner.devices))
+        parts = [
+            (number, *part)
+            for number, item in enumerate(items)
+            for part in task.parts(item, limit, sharded=plan is not None)
+        ]
+    tokens = [task.tokens(part) for _, part, _ in parts]
+    pieces = packed(range(len(parts)), tokens, limit)
     if plan is not None:
-        named = ["" for _ in items] if names is None else names
-        costs = [forward_cost(turbo, size, len(item.sequence)) for size, item in zip(tokens, items, strict=True)]
+        named = [f"{names[number]} {list(own or ())}" for number, _, own in parts]
+        costs = [
+            forward_cost(turbo, size, len(part.sequence)) for size, (_, part, _) in zip(tokens, parts, strict=True)
+        ]
         pieces = plan.choose(pieces, named, costs)
     scored = run_resumable(
         turbo,
         task,
-        [[items[index] for index in piece] for piece in pieces],
+        [[parts[index][1] for index in piece] for piece in pieces],
         stage="score",
-        units=[len(task.arms) * sum(task.units(items[index]) for index in piece) for piece in pieces],
+        units=[len(task.arms) * sum(task.units(parts[index][1]) for index in piece) for piece in pieces],
         progress=progress,
         runner=runner,
         journal=journal,
     )
-    return {
-        index: one for piece, own in zip(pieces, scored, strict=True) for index, one in zip(piece, own, strict=True)
-    }
+    found: dict[int, list[tuple[Sequence[int] | None, Scored[ScoresT]]]] = {}
+    for piece, own in zip(pieces, scored, strict=True):
+        for index, one in zip(piece, own, strict=True):
+            number, _, numbers = parts[index]
+            found.setdefault(number, []).append((numbers, one))
+    return {number: Scored.joined(own) for number, own in found.items()}
 
 
 @dataclass(frozen=True)
@@ -252,7 +311,13 @@ class ManyScores(Tabular, Generic[ScoresT]):
     scores: tuple[ScoresT | None, ...]
     failed: Mapping[int, str]
 
-    noun = "item"
+    noun: ClassVar[str]
+    scored_noun: ClassVar[str]
+
+    def __repr__(self) -> str:
+        scored = sum(len(one.scores) for one in self.scores if one is not None)
+        sizes = counted(len(self), self.noun), counted(scored, self.scored_noun)
+        return named(self, *sizes, f"{len(self.failed):,} failed")
 
     @classmethod
     def of(cls, scored: Mapping[int, Scored[ScoresT]]) -> Self:
@@ -276,6 +341,10 @@ class ManyScores(Tabular, Generic[ScoresT]):
         if found is None:
             raise ValueError(f"{self.noun} {index} was not scored: {self.failed[index % len(self)]}")
         return found
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return [self.noun, *next((one.columns() for one in self.scores if one is not None), ())]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per item, by its index, the rows of its scores."""

@@ -112,7 +112,7 @@ def generate(
         store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added; of
             a family with exact contexts, one for `context`.
         context: of a family with exact contexts, such as E1, homologs that every sequence is read after, as of
-            `tasks.variants.score.score_variants`; of several contexts, residues are drawn from the normalised mean of
+            `tasks.variants.many.score_variants`; of several contexts, residues are drawn from the normalised mean of
             log-probabilities. Such a family has no `max_new_tokens`; every step runs the sequences whole, whatever
             `refresh` and `refresh_every` are.
 

@@ -1,42 +1,45 @@
-"""Scores of candidates on many targets, in batches that do not end where a target does (`tasks.common.row_engine`)."""
+"""Scores of candidates on one target or on many, in batches that do not end where a target does (`row_engine`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import as_list
-from esm_turbo.files.tabular import counted, named
+from esm_turbo.context_model import Sequences, as_list
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import resolve_arm
 from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, SortBy, UnknownResidues
-from esm_turbo.tasks.common.pieces import Runner
+from esm_turbo.tasks.common.pieces import Runner, packed
 from esm_turbo.tasks.common.progress import Progress, part_of
-from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
+from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_item, score_items
 from esm_turbo.tasks.scoring.matrix import ScoreMatrix
 from esm_turbo.tasks.scoring.score import (
     Scores,
     TargetRows,
-    check_known,
-    encode_candidates,
+    cached_target,
+    check_candidates,
+    compared,
     target_ids,
     warn_of_peptides,
 )
-from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
+from esm_turbo.tasks.scoring.specificity import background_contexts
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 
 class TargetPairs(NamedTuple):
-    """A target with the candidates that are scored on it, all as residues."""
+    """A target with the candidates that are scored on it, all as residues, and a cache of it, if there is one."""
 
     sequence: str
     candidates: Sequence[str]
+    cache: TurboKVCache | None = None
 
 
 class PairScores(ManyScores[Scores]):
@@ -47,16 +50,7 @@ class PairScores(ManyScores[Scores]):
         failed: by index of the target, why it could not be scored.
     """
 
-    noun = "target"
-
-    def __repr__(self) -> str:
-        pairs = sum(len(one.scores) for one in self.scores if one is not None)
-        return named(self, counted(len(self.scores), "target"), counted(pairs, "pair"), f"{len(self.failed):,} failed")
-
-    def columns(self) -> list[str]:
-        """Names of the columns of `rows`."""
-        scored = (one.columns() for one in self.scores if one is not None)
-        return ["target", *next(scored, [])]
+    noun, scored_noun = "target", "pair"
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
         """Likelihoods or specificities, see `ScoreMatrix.of`; targets are named by their index."""
@@ -69,43 +63,109 @@ class ScoreTask(ScoringTask[TargetPairs, Scores]):
 
     Attributes:
         place: contents of the candidate's positions while a context is computed.
+        unknown_residues: whether B, X and Z of candidates are left out of their figures.
     """
 
-    place: CandidateFill
+    place: CandidateFill = "masked"
+    unknown_residues: UnknownResidues = "omit"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("place", self.place, get_args(CandidateFill))
+        check_choice("unknown_residues", self.unknown_residues, get_args(UnknownResidues))
 
     def rows(self, turbo: ContextModel, item: TargetPairs, arm: Arm) -> TargetRows:
         """See `ScoringTask.rows`."""
+        target = target_ids(turbo.codes, item.sequence) if item.cache is None else item.cache
         candidates = [turbo.codes.encode(one, "a candidate") for one in item.candidates]
-        return TargetRows(turbo, target_ids(turbo.codes, item.sequence), candidates, arm, self.place, self.refresh)
+        return TargetRows(turbo, target, candidates, arm, self.place, self.refresh, self.unknown_residues)
 
     def tokens(self, item: TargetPairs) -> int:
-        """See `ScoringTask.tokens`."""
-        return sum(self.tokens_of(len(item.sequence), len(one)) for one in item.candidates)
+        """See `ScoringTask.tokens`; each residue of a candidate is masked in turn."""
+        again = len(item.sequence) if "full" in self.arms else min(self.refresh, len(item.sequence))
+        return sum(len(one) * (again + len(one) + 1) for one in item.candidates)
 
-    def tokens_of(self, target: int, length: int) -> int:
-        """Tokens that run to score a candidate of `length` residues, each of which is masked in turn.
-
-        Args:
-            target: number of residues of its target.
-        """
-        again = target if "full" in self.arms else min(self.refresh, target)
-        return length * (again + length + 1)
+    def parts(self, item: TargetPairs, limit: int, *, sharded: bool) -> list[tuple[TargetPairs, Sequence[int]]]:
+        """See `ScoringTask.parts`; the shortest candidates come first."""
+        given = item.candidates
+        shortest_first = sorted(range(len(given)), key=lambda number: len(given[number]))
+        tokens = [self.tokens(item._replace(candidates=[given[number]])) for number in shortest_first]
+        parts = (sorted(own) for own in packed(shortest_first, tokens, limit))
+        return [(item._replace(candidates=tuple(given[number] for number in own)), own) for own in parts]
 
     def units(self, item: TargetPairs) -> int:
         """Residues of all candidates."""
         return sum(map(len, item.candidates))
 
-    def options(self) -> list[Any]:
-        """See `ScoringTask.options`."""
-        return [self.refresh, self.place, self.toks_per_batch]
-
     def scores_from_dict(self, item: TargetPairs, values: Mapping[str, Any]) -> Scores:
         """See `ScoringTask.scores_from_dict`."""
         return Scores.from_dict(values)
+
+
+def score(
+    turbo: ContextModel,
+    context: str | ProteinRecord | TurboKVCache,
+    candidates: Sequences,
+    *,
+    arm: Arm | None = None,
+    refresh: int = DEFAULT_REFRESH,
+    place: CandidateFill | None = None,
+    toks_per_batch: int | None = None,
+    unknown_residues: UnknownResidues = "omit",
+    background: Background | Sequence[str] = "none",
+    rescore: int = 0,
+    sort_by: SortBy = "likelihood",
+    store: ReadableSource | None = None,
+    progress: Progress | None = None,
+) -> Scores:
+    """Score candidates as continuations of a target, each residue masked in turn.
+
+    Args:
+        context: residues of the target; or a cache of one row without `<eos>`, from `turbo.prefill` or a store.
+        candidates: residues of each candidate, of any lengths.
+        arm: `full` runs target and candidate again for every mask; `frozen` extends a context kept at full precision;
+            `turbo` extends one stored under the model's preset. A cache fixes its own arm; else the default is
+            `turbo`, or `frozen` if the model has no calibration.
+        refresh: number of residues at the end of the target that run again with every candidate, their cached keys
+            and values dropped. More is closer to `full`, and slower.
+        place: contents of the candidate's positions while the context is computed. `masked`, the default, computes
+            one context per candidate length; `empty` computes the target alone, once. A cache is used as it is:
+            `empty`.
+        toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        unknown_residues: `omit` leaves B, X and Z of candidates out of their figures; `score` takes them as they are.
+        background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
+            `decoys`, the shipped proteins; or residues of other proteins. Each costs as much as the target.
+        rescore: number of candidates, the best by `sort_by`, that are scored again exactly, by the arm `full`.
+        sort_by: `likelihood` or `specificity`, see `Scores.ranking`.
+        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
+        progress: called with stage `score`, and then `rescore`, and residues, see `Progress`.
+
+    Raises:
+        ValueError: the target or a candidate is empty or has a letter that is not a residue, an option is invalid, or
+            the cache is empty, has several rows or belongs to another model.
+        NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
+    """
+    if background == "targets":
+        raise ValueError("`background` 'targets' needs several targets: see `score_pairs`")
+    cache = context if isinstance(context, TurboKVCache) else None
+    if cache is not None and place not in (None, "empty"):
+        raise ValueError(f"a cache was computed without candidates: `place` must be 'empty', got {place!r}")
+    arm, _ = resolve_arm(turbo, arm, cache)
+    task = ScoreTask(
+        (arm,), refresh, toks_per_batch, store, place or ("masked" if cache is None else "empty"), unknown_residues
+    )
+    own = as_list(candidates, "candidate")
+    check_candidates(turbo.codes, own, task.unknown_residues)
+    if isinstance(context, TurboKVCache):
+        ids = cached_target(turbo.codes, context)
+        pair = TargetPairs(turbo.codes.decode(token for token in ids if token != turbo.codes.cls), own, context)
+    else:
+        [sequence] = as_list([context], "target")
+        pair = TargetPairs(sequence, own)
+    warn_of_pairs(turbo, [pair])
+    _check_rescore(arm, rescore, sort_by, background)
+    found = _against(turbo, task, [pair], background, progress, alone=True)
+    return _with_best_again(turbo, task, [pair], found, rescore, sort_by, progress)[0]
 
 
 def score_pairs(
@@ -119,6 +179,8 @@ def score_pairs(
     toks_per_batch: int | None = None,
     unknown_residues: UnknownResidues = "omit",
     background: Background | Sequence[str] = "targets",
+    rescore: int = 0,
+    sort_by: SortBy = "likelihood",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
     devices: str | Sequence[str] | Runner | None = None,
@@ -129,70 +191,105 @@ def score_pairs(
         targets: residues of each. One that is invalid or does not fit into memory fails, and the others are scored.
         candidates: residues of each, scored on all targets; or as many lists of them as there are targets.
         background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
-            the same candidate, which costs nothing; `none`; or as for `score.score`.
+            the same candidate, which costs nothing; `none`; or as for `score`.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
         devices: where copies of the model share the work, in processes of their own: "all" CUDA devices, a list of
             names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then
             need `if __name__ == "__main__":`. None is this process.
 
-    `arm`, `refresh`, `place`, `toks_per_batch`, `unknown_residues` and `store` are those of `score.score`.
+    `arm`, `refresh`, `place`, `toks_per_batch`, `unknown_residues`, `rescore`, `sort_by` and `store` are those of
+    `score`.
 
     Raises:
         ValueError: a candidate is empty or has a letter that is not a residue, there are no targets, no candidates or
             not as many lists as targets, or an option is invalid.
     """
-    check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
-    pairs = _checked_pairs(turbo, targets, candidates)
-    for candidates_of_one in dict.fromkeys(tuple(one.candidates) for one in pairs):
-        check_known(candidates_of_one, unknown_residues)
     arm, _ = resolve_arm(turbo, arm)
-    task = ScoreTask((arm,), refresh, toks_per_batch, store, place)
+    task = ScoreTask((arm,), refresh, toks_per_batch, store, place, unknown_residues)
+    pairs = _pairs(as_list(targets, "target"), candidates)
+    for number, one in enumerate(pairs):
+        check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
     warn_of_pairs(turbo, pairs)
+    _check_rescore(arm, rescore, sort_by, background)
     runner: Runner | None = turbo.runner(devices)
-
-    def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
-        found = PairScores.of(score_items(turbo, task, pairs, progress=progress, runner=runner))
-        scores = (None if one is None else one.with_unknown(unknown_residues) for one in found.scores)
-        return PairScores(tuple(scores), found.failed)
-
-    return _score_against(pairs, background, score_all, progress)
+    found = _against(turbo, task, pairs, background, progress, runner)
+    return _with_best_again(turbo, task, pairs, found, rescore, sort_by, progress, runner)
 
 
-def _score_against(
+def _against(
+    turbo: ContextModel,
+    task: ScoreTask,
     pairs: Sequence[TargetPairs],
     background: Background | Sequence[str],
-    score_all: Callable[[Sequence[TargetPairs], Progress | None], PairScores],
     progress: Progress | None,
+    runner: Runner | None = None,
+    *,
+    alone: bool = False,
 ) -> PairScores:
-    """Score pairs, and the same candidates in a background.
+    """Score pairs, and the same candidates in a background; the errors are those of `score_pairs`.
 
     Args:
-        score_all: scores pairs.
-
-    `score_pairs` has the other arguments.
-
-    Raises:
-        ValueError: there is no such background, or one of its contexts could not be scored.
+        alone: there is one target, whose error is raised.
     """
-    compared, records = background_contexts(background)
+    name, records = background_contexts(background)
     unique = list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates)) if records else []
     others = [TargetPairs(record.sequence, unique) for record in records]
-    size, more = (sum(len(one) for pair in own for one in pair.candidates) for own in (pairs, others))
-    found = score_all(pairs, part_of(progress, total=size + more))
-    if compared == "targets":
-        indices = [index for index, one in enumerate(found.scores) if one is not None]
-        known = figures_on_others([(pairs[i].sequence.upper(), found[i].by_candidate()) for i in indices])
-        figures = dict(zip(indices, known, strict=True)) if any(known) else {}
-    elif others:
-        elsewhere = score_all(others, part_of(progress, start=size, total=size + more))
-        shared = figures_in(elsewhere[index].by_candidate() for index in range(len(others)))
-        figures = dict.fromkeys(range(len(pairs)), shared)
+    size, more = (sum(map(task.units, own)) for own in (pairs, others))
+    shown = part_of(progress, total=size + more)
+    if alone:
+        found = PairScores((score_item(turbo, task, pairs[0], shown),), {})
     else:
+        found = _together(turbo, task, pairs, shown, runner)
+    if name is None:
         return found
-    scores = (
-        one.with_background(figures[index], str(compared)) if one is not None and index in figures else one
-        for index, one in enumerate(found.scores)
+    elsewhere: list[Scores] | None = None
+    if others:
+        rest = _together(turbo, task, others, part_of(progress, start=size, total=size + more), runner)
+        elsewhere = [rest[index] for index in range(len(others))]
+    known = [index for index, one in enumerate(found.scores) if one is not None]
+    scores = list(found.scores)
+    own = compared([pairs[i].sequence.upper() for i in known], [found[i] for i in known], name, elsewhere)
+    if any(one.background is not None for target in own for one in target.scores):
+        for index, one in zip(known, own, strict=True):
+            scores[index] = one
+    return PairScores(tuple(scores), found.failed)
+
+
+def _together(
+    turbo: ContextModel, task: ScoreTask, pairs: Sequence[TargetPairs], progress: Progress, runner: Runner | None
+) -> PairScores:
+    return PairScores.of(
+        score_items(turbo, task, pairs, in_pieces=runner is not None, progress=progress, runner=runner)
     )
+
+
+def _check_rescore(arm: Arm, rescore: int, sort_by: SortBy, background: str | Sequence[str]) -> None:
+    check_count("rescore", rescore, 0)
+    if check_choice("sort_by", sort_by, get_args(SortBy)) == "specificity" and background == "none":
+        raise ValueError("`sort_by` 'specificity' needs a `background`")
+    if rescore and arm == "full":
+        raise ValueError("`rescore` scores the best again by the arm 'full', but that scores all; give one of the two")
+
+
+def _with_best_again(
+    turbo: ContextModel,
+    task: ScoreTask,
+    pairs: Sequence[TargetPairs],
+    found: PairScores,
+    top: int,
+    sort_by: SortBy,
+    progress: Progress | None,
+    runner: Runner | None = None,
+) -> PairScores:
+    """Scores with those of the best candidates of each target by the arm `full`; the options are those of `score`."""
+    chosen = {i: one.ranking(sort_by)[:top] for i, one in enumerate(found.scores) if one is not None}
+    if not top or not chosen:
+        return found
+    best = [TargetPairs(pairs[i].sequence, [found[i].scores[c].candidate for c in own]) for i, own in chosen.items()]
+    again = _together(turbo, replace(task, arms=("full",)), best, part_of(progress, stage="rescore"), runner)
+    scores = list(found.scores)
+    for number, (index, own) in enumerate(chosen.items()):
+        scores[index] = found[index].with_exact(own, again.scores[number])
     return PairScores(tuple(scores), found.failed)
 
 
@@ -201,16 +298,6 @@ def warn_of_pairs(turbo: ContextModel, pairs: Sequence[TargetPairs], stacklevel:
     lengths = (len(one.sequence) + max(map(len, one.candidates)) for one in pairs)
     warn_if_long(lengths, turbo.model.family, stacklevel=stacklevel + 1)
     warn_of_peptides(turbo, stacklevel=stacklevel + 2)
-
-
-def _checked_pairs(
-    turbo: ContextModel, targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]
-) -> list[TargetPairs]:
-    """Targets with their candidates; the arguments, and the errors, are those of `score_pairs`."""
-    pairs = _pairs(as_list(targets, "target"), candidates)
-    for number, one in enumerate(pairs):
-        encode_candidates(turbo.codes, one.candidates, f" of target {number}")
-    return pairs
 
 
 def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]) -> list[TargetPairs]:

@@ -23,22 +23,17 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 import torch
 from torch import Tensor
 
-from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import UNKNOWN, ProteinRecord
-from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
-from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
-from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, SortBy, UnknownResidues
-from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.proteins.limits import UntrainedInputWarning
+from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.forwards import arm_preset, single_row
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
-from esm_turbo.tasks.common.row_engine import run_rows
-from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
+from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
-from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, background_contexts, figures_in
+from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, figures_in, figures_on_others
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -47,6 +42,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
 SPECIFICITY_COLUMNS = ("specificity", "specificity_z")
+RESCORED_COLUMNS = ("full_pseudo_perplexity", "full_rank")
+"""Of candidates that were scored again by the arm `full`."""
+_FIELDS = ("model", "arm", "preset", "place", "refresh")
 
 
 @dataclass(frozen=True)
@@ -111,6 +109,25 @@ class CandidateScore:
         """Whether no residue's probability is NaN or zero, and at least one is scored."""
         return all(map(math.isfinite, self.log_probabilities)) and self.scored > 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        figures: dict[str, Any] = {
+            "sequence": self.candidate,
+            "pseudo_log_likelihood": self.pseudo_log_likelihood,
+            "pseudo_perplexity": self.pseudo_perplexity,
+            "log_probabilities": list(self.log_probabilities),
+        }
+        if self.background is not None:
+            figures |= {name: getattr(self, name) for name in SPECIFICITY_COLUMNS}
+            figures["background"] = self.background._asdict()
+        return figures
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], unknown_residues: UnknownResidues) -> Self:
+        """Inverse of `to_dict`."""
+        background = BackgroundFigures(**values["background"]) if "background" in values else None
+        return cls(values["sequence"], tuple(values["log_probabilities"]), background, unknown_residues)
+
 
 @dataclass(frozen=True)
 class Scores(ItemScores):
@@ -124,6 +141,7 @@ class Scores(ItemScores):
         refresh: number of target residues that ran again with every candidate; 0 for `full`.
         model: name of the model.
         background: what candidates were compared with: `alone`, `targets`, `decoys`, or None.
+        rescored: scores of the best candidates by the arm `full`, by index; None if none were scored again.
     """
 
     scores: tuple[CandidateScore, ...]
@@ -133,28 +151,42 @@ class Scores(ItemScores):
     refresh: int
     model: str
     background: str | None = None
+    rescored: Mapping[int, CandidateScore] | None = None
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index]!r}" for index in self.ranking()[:1]]
-        fields = {name: getattr(self, name) for name in ("model", "arm", "preset", "place", "refresh", "background")}
+        fields = {name: getattr(self, name) for name in (*_FIELDS, "background")}
         return named(self, counted(len(self.scores), "candidate"), *best, **fields)
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return [*_COLUMNS, *(() if self.background is None else SPECIFICITY_COLUMNS)]
+        more = () if self.background is None else SPECIFICITY_COLUMNS
+        return [*_COLUMNS, *more, *(() if self.rescored is None else RESCORED_COLUMNS)]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per candidate, in their order, its rank and figures."""
+        """Per candidate, in their order, its rank and figures; None where it has no such figure."""
         ranks = {index: rank for rank, index in enumerate(self.ranking(), start=1)}
+        exact = self.rescored_cells()
         for index, one in enumerate(self.scores):
             figures = one.pseudo_perplexity, one.pseudo_log_likelihood, one.mean_log_probability
             more = () if self.background is None else (one.specificity, one.specificity_z)
-            yield one.candidate, ranks[index], *figures, *more
+            yield one.candidate, ranks[index], *figures, *more, *exact[index]
 
-    def best_first(self) -> list[tuple[object, ...]]:
-        """`rows`, lowest pseudo-perplexity first."""
-        rows = list(self.rows())
-        return [rows[index] for index in self.ranking()]
+    def rescored_cells(self, by: SortBy = "likelihood") -> list[tuple[float | None, int | None] | tuple[()]]:
+        """For each candidate its perplexity by the arm `full`, and its rank among those scored again; or nothing.
+
+        Args:
+            by: what ranks them.
+        """
+        if self.rescored is None:
+            return [()] * len(self.scores)
+        chosen = sorted(self.rescored)
+        order = replace(self, scores=tuple(self.rescored[index] for index in chosen)).ranking(by)
+        ranks = {chosen[place]: rank for rank, place in enumerate(order, start=1)}
+        return [
+            (self.rescored[index].pseudo_perplexity, ranks[index]) if index in ranks else (None, None)
+            for index in range(len(self.scores))
+        ]
 
     @property
     def pseudo_perplexities(self) -> list[float]:
@@ -170,9 +202,16 @@ class Scores(ItemScores):
         """
         if check_choice("by", by, get_args(SortBy)) == "likelihood":
             return sorted(range(len(self.scores)), key=self.pseudo_perplexities.__getitem__)
-        known = [one.specificity_z for one in self.scores if one.background is not None]
-        values = [one.specificity if None in known else one.specificity_z for one in self.scores]
+        _, values = self.specificities()
         return sorted(range(len(values)), key=lambda index: math.inf if (x := values[index]) is None else -x)
+
+    def specificities(self) -> tuple[str | None, list[float | None]]:
+        """Their unit, and the specificity of each: `s.d.` if all that have one have it in them, or `nats`."""
+        if self.background is None:
+            return None, [None] * len(self.scores)
+        in_spreads = all(one.specificity_z is not None for one in self.scores if one.background is not None)
+        values = [one.specificity_z if in_spreads else one.specificity for one in self.scores]
+        return "s.d." if in_spreads else "nats", values
 
     def by_candidate(self) -> dict[str, float]:
         """Mean log-probability by candidate."""
@@ -183,9 +222,16 @@ class Scores(ItemScores):
         scores = tuple(replace(one, background=figures.get(one.candidate)) for one in self.scores)
         return replace(self, scores=scores, background=background)
 
-    def with_unknown(self, unknown_residues: UnknownResidues) -> Scores:
-        """The same scores with unknown residues in the figures, or without."""
-        return replace(self, scores=tuple(replace(one, unknown_residues=unknown_residues) for one in self.scores))
+    def with_exact(self, chosen: Sequence[int], exact: Scores | None) -> Scores:
+        """The same scores with those of some candidates by the arm `full`, which are compared with the same background.
+
+        Args:
+            chosen: indices of the candidates.
+            exact: their scores; those that could not be scored are missing.
+        """
+        known = {} if exact is None else {one.candidate: one for one in exact.scores}
+        again = [(index, self.scores[index]) for index in chosen if self.scores[index].candidate in known]
+        return replace(self, rescored={i: replace(known[o.candidate], background=o.background) for i, o in again})
 
     def agreement(self, reference: Scores, top_k: int = DEFAULT_TOP_K) -> RankAgreement:
         """Agreement with another ranking of the same candidates, by log-probability per residue.
@@ -205,46 +251,21 @@ class Scores(ItemScores):
         Raises:
             KeyError, TypeError: an entry is missing, or of another type.
         """
-        scores = (
-            CandidateScore(
-                one["sequence"],
-                tuple(one["log_probabilities"]),
-                BackgroundFigures(**one["background"]) if "background" in one else None,
-                values.get("unknown_residues", "omit"),
-            )
-            for one in values["candidates"]
-        )
-        names = ("arm", "preset", "place", "refresh", "model")
-        return cls(tuple(scores), **{name: values[name] for name in names}, background=values.get("background"))
+        unknown = values.get("unknown_residues", "omit")
+        scores = tuple(CandidateScore.from_dict(one, unknown) for one in values["candidates"])
+        fields = {name: values[name] for name in _FIELDS} | {"background": values.get("background")}
+        if "rescored" in values:
+            fields["rescored"] = {one["index"]: CandidateScore.from_dict(one, unknown) for one in values["rescored"]}
+        return cls(scores, **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "model": self.model,
-            "arm": self.arm,
-            "preset": self.preset,
-            "place": self.place,
-            "refresh": self.refresh,
-            "background": self.background,
-            "unknown_residues": next((one.unknown_residues for one in self.scores), "omit"),
-            "candidates": [
-                {
-                    "sequence": one.candidate,
-                    "pseudo_log_likelihood": one.pseudo_log_likelihood,
-                    "pseudo_perplexity": one.pseudo_perplexity,
-                    "log_probabilities": list(one.log_probabilities),
-                }
-                | _background_entries(one)
-                for one in self.scores
-            ],
-        }
-
-
-def _background_entries(one: CandidateScore) -> dict[str, Any]:
-    if one.background is None:
-        return {}
-    figures = {"specificity": one.specificity, "specificity_z": one.specificity_z}
-    return figures | {"background": one.background._asdict()}
+        values = {name: getattr(self, name) for name in (*_FIELDS, "background")}
+        values["unknown_residues"] = next((one.unknown_residues for one in self.scores), "omit")
+        values["candidates"] = [one.to_dict() for one in self.scores]
+        if self.rescored is not None:
+            values["rescored"] = [{"index": index} | one.to_dict() for index, one in self.rescored.items()]
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +309,7 @@ class TargetRows(ItemRows[Scores]):
         arm: `full`, `frozen` or `turbo`.
         place: contents of the candidate's positions while the context is computed.
         refresh: number of residues at the end of the target that run again with each candidate; at most all do.
+        unknown_residues: see `CandidateScore`.
 
     Attributes:
         groups: candidates by their length, the shortest first.
@@ -306,17 +328,14 @@ class TargetRows(ItemRows[Scores]):
         arm: Arm,
         place: CandidateFill,
         refresh: int,
+        unknown_residues: UnknownResidues = "omit",
     ) -> None:
-        self.turbo, self.arm, self.candidates = turbo, arm, candidates
+        self.turbo, self.arm, self.candidates, self.unknown_residues = turbo, arm, candidates, unknown_residues
         self.place: CandidateFill | None = None if arm == "full" else place
         codes = turbo.codes
         if isinstance(target, TurboKVCache):
-            ids = single_row(target, "a target")
-            if codes.eos in ids:
-                raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
+            ids = cached_target(codes, target)
             self.residues = len(ids) - ids.count(codes.cls)
-            if self.residues == 0:
-                raise ValueError("the cache holds no residues: prefill a target first")
         else:
             ids, self.residues = [codes.cls, *target], len(target)
         self.refresh = 0 if arm == "full" else min(refresh, self.residues)
@@ -356,7 +375,10 @@ class TargetRows(ItemRows[Scores]):
         for group, own in zip(self.groups, predicted, strict=True):
             left[group.candidates.shape[1]] = iter(own.reshape(group.candidates.shape).tolist())
         codes = self.turbo.codes
-        scores = tuple(CandidateScore(codes.decode(ids), tuple(next(left[len(ids)]))) for ids in self.candidates)
+        scores = tuple(
+            CandidateScore(codes.decode(ids), tuple(next(left[len(ids)])), unknown_residues=self.unknown_residues)
+            for ids in self.candidates
+        )
         preset = arm_preset(self.turbo, self.arm)
         return Scores(scores, self.arm, preset, self.place, self.refresh, self.turbo.name)
 
@@ -381,96 +403,26 @@ class ComparedRows(ItemRows[Scores]):
         return found.with_background(figures_in(one.by_candidate() for one in others), self.background)
 
 
-def score(
-    turbo: ContextModel,
-    context: str | ProteinRecord | TurboKVCache,
-    candidates: Sequences,
-    *,
-    arm: Arm | None = None,
-    refresh: int = DEFAULT_REFRESH,
-    place: CandidateFill | None = None,
-    toks_per_batch: int | None = None,
-    unknown_residues: UnknownResidues = "omit",
-    background: Background | Sequence[str] = "none",
-    store: ReadableSource | None = None,
-    progress: Progress | None = None,
-) -> Scores:
-    """Score candidates as continuations of a target, each residue masked in turn.
+def compared(
+    targets: Sequence[str], scores: Sequence[Scores], background: str, elsewhere: Sequence[Scores] | None
+) -> list[Scores]:
+    """Scores with their specificity.
 
     Args:
-        context: residues of the target; or a cache of one row without `<eos>`, from `turbo.prefill` or a store.
-        candidates: residues of each candidate, of any lengths.
-        arm: `full` runs target and candidate again for every mask; `frozen` extends a context kept at full precision;
-            `turbo` extends one stored under the model's preset. A cache fixes its own arm; else the default is
-            `turbo`, or `frozen` if the model has no calibration.
-        refresh: number of residues at the end of the target that run again with every candidate, their cached keys
-            and values dropped. More is closer to `full`, and slower.
-        place: contents of the candidate's positions while the context is computed. `masked`, the default, computes
-            one context per candidate length; `empty` computes the target alone, once. A cache is used as it is:
-            `empty`.
-        toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
-        unknown_residues: `omit` leaves B, X and Z of candidates out of their figures; `score` takes them as they are.
-        background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
-            `decoys`, the shipped proteins; or residues of other proteins. Each costs as much as the target.
-        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
-        progress: called with stage `score` and residues, see `Progress`.
-
-    Raises:
-        ValueError: the target or a candidate is empty or has a letter that is not a residue, an option is invalid, or
-            the cache is empty, has several rows or belongs to another model.
-        NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
+        targets: residues of their targets.
+        background: its name.
+        elsewhere: scores of the candidates in the contexts of the background; None compares those on all other targets.
     """
-    residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
-    check_known([turbo.codes.decode(ids) for ids in residues], unknown_residues)
-    check_store(store)
-    check_count("refresh", refresh, 0)
-    check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
-    compared, others = background_contexts(background)
-    if compared == "targets":
-        raise ValueError("`background` 'targets' needs several targets: see `score_pairs`")
-    cache = context if isinstance(context, TurboKVCache) else None
-    arm, _ = resolve_arm(turbo, arm, cache)
-    if cache is not None and place not in (None, "empty"):
-        raise ValueError(f"a cache was computed without candidates: `place` must be 'empty', got {place!r}")
-    fill: CandidateFill = "masked" if cache is None else "empty"
-    fill = fill if place is None else check_choice("place", place, get_args(CandidateFill))
-    target = context if isinstance(context, TurboKVCache) else target_ids(turbo.codes, context)
-    rows = TargetRows(turbo, target, residues, arm, fill, refresh)
-    tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([rows.residues + max(map(len, residues))], turbo.model.family)
-    warn_of_peptides(turbo, stacklevel=3)
-    unique = list(dict.fromkeys(turbo.codes.decode(ids) for ids in residues)) if others else []
-    counter = StageProgress(progress, "score", sum(map(len, residues)) + len(others) * sum(map(len, unique)))
-    config = None if arm == "full" or cache is not None else context_config(turbo, arm)
-    [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
-    if isinstance(found, Exception):
-        raise found
-    found = found.with_unknown(unknown_residues)
-    if compared is None:
-        return found
-    options: dict[str, Any] = {"arm": arm, "refresh": refresh, "place": fill, "toks_per_batch": toks_per_batch}
-    elsewhere = [score(turbo, one.sequence, unique, **options, store=store, progress=counter.part()) for one in others]
-    elsewhere = [one.with_unknown(unknown_residues) for one in elsewhere]
-    return found.with_background(figures_in(one.by_candidate() for one in elsewhere), compared)
+    if elsewhere is not None:
+        figures = [figures_in(one.by_candidate() for one in elsewhere)] * len(scores)
+    else:
+        figures = figures_on_others([(t, one.by_candidate()) for t, one in zip(targets, scores, strict=True)])
+    return [one.with_background(own, background) for one, own in zip(scores, figures, strict=True)]
 
 
 def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
     """Number of residues of a candidate that its figures are of."""
     return len(candidate) - (sum(map(candidate.count, UNKNOWN)) if unknown_residues == "omit" else 0)
-
-
-def check_known(candidates: Sequence[str], unknown_residues: UnknownResidues) -> None:
-    """Check that every candidate has a residue that its figures are of.
-
-    Raises:
-        ValueError: one has none.
-    """
-    for number, candidate in enumerate(candidates, start=1):
-        if not scored_residues(candidate.upper(), unknown_residues):
-            raise ValueError(
-                f"candidate {number}: {candidate!r} holds none but unknown residues (B, X, Z); leave it out, or count"
-                " them by `unknown_residues` 'score'"
-            )
 
 
 def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:
@@ -482,24 +434,43 @@ def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:
     return [] if target == NO_TARGET else codes.encode(target, "the target")
 
 
-def encode_candidates(codes: TokenCodes, candidates: Sequence[str], where: str = "") -> list[list[int]]:
-    """Token ids of candidates.
+def cached_target(codes: TokenCodes, cache: TurboKVCache) -> list[int]:
+    """Token ids of a target in a cache.
+
+    Raises:
+        ValueError: the cache has several rows, no residues, or an `<eos>`.
+    """
+    ids = single_row(cache, "a target")
+    if codes.eos in ids:
+        raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
+    if len(ids) == ids.count(codes.cls):
+        raise ValueError("the cache holds no residues: prefill a target first")
+    return ids
+
+
+def check_candidates(
+    codes: TokenCodes, candidates: Sequence[str], unknown_residues: UnknownResidues, where: str = ""
+) -> None:
+    """Check candidates.
 
     Args:
         where: added to the number of a candidate in an error.
 
     Raises:
-        ValueError: one is empty, or has a letter that is not a residue, or a mask.
+        ValueError: one is empty, has a letter that is not a residue, or a mask, or no residue that its figures are of.
     """
-    residues = []
     for number, sequence in enumerate(candidates, start=1):
+        name = f"candidate {number}{where}"
         # Two peptides in one string would be scored as one.
-        if isinstance(sequence, str) and len(sequence.split()) > 1:
-            raise ValueError(f"candidate {number}{where}: has a space inside; remove it, or give two candidates")
-        residues.append(codes.encode(sequence, f"candidate {number}{where}"))
-        if codes.mask in residues[-1]:
-            raise ValueError(f"candidate {number}{where}: holds a <mask>, which has no likelihood; give residues only")
-    return residues
+        if len(sequence.split()) > 1:
+            raise ValueError(f"{name}: has a space inside; remove it, or give two candidates")
+        if codes.mask in (residues := codes.encode(sequence, name)):
+            raise ValueError(f"{name}: holds a <mask>, which has no likelihood; give residues only")
+        if not scored_residues(codes.decode(residues), unknown_residues):
+            raise ValueError(
+                f"{name}: {sequence!r} holds none but unknown residues (B, X, Z); leave it out, or count them by"
+                " `unknown_residues` 'score'"
+            )
 
 
 def warn_of_peptides(turbo: ContextModel, stacklevel: int = 2) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
-from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
-from esm_turbo.tasks.scoring.specificity import BackgroundFigures, figures_in, figures_on_others
+from esm_turbo.tasks.scoring.records import Candidate, ScoringRun
+from esm_turbo.tasks.scoring.score import Scores, compared
 
 ScoreMore = Callable[[Sequence[ProteinRecord], Sequence[Candidate], Sequence[Arm]], ScoringRun]
 """Scores candidates on targets in some arms, with the other options of the run."""
@@ -31,27 +31,17 @@ def compare(
     if not run.results:
         return
     arms = list(run.results[0].scores)
-    figures: dict[Arm, list[dict[str, BackgroundFigures]]]
+    elsewhere = ScoringRun()
     if contexts:
         unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
-        other = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms)
-        run.failed += other.failed
-        figures = {
-            arm: [figures_in(one.scores[arm].by_candidate() for one in other.results)] * len(run.results)
-            for arm in arms
-        }
-    elif later:
-        figures = {arm: [{} for _ in run.results] for arm in arms}
-    else:
-        figures = {
-            arm: figures_on_others([(one.target.sequence, one.scores[arm].by_candidate()) for one in run.results])
-            for arm in arms
-        }
+        elsewhere = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms)
+        run.failed += elsewhere.failed
+    targets, by_arm = [one.target.sequence for one in run.results], dict[Arm, list[Scores]]()
+    for arm in arms:
+        others = [one.scores[arm] for one in elsewhere.results] if contexts or later else None
+        by_arm[arm] = compared(targets, [one.scores[arm] for one in run.results], background, others)
     run.results = [
-        replace(
-            one, scores={arm: own.with_background(figures[arm][number], background) for arm, own in one.scores.items()}
-        )
-        for number, one in enumerate(run.results)
+        replace(one, scores={arm: own[number] for arm, own in by_arm.items()}) for number, one in enumerate(run.results)
     ]
 
 
@@ -74,7 +64,11 @@ def rescore(run: ScoringRun, top: int, score_more: ScoreMore) -> None:
     again = score_more([one.target for one in run.results], chosen, ["full"])
     run.failed += again.failed
     by_target = {one.target.id: one for one in again.results}
-    run.results = [_rescored(one, by_target.get(one.target.id), top) for one in run.results]
+    for number, one in enumerate(run.results):
+        found = by_target.get(one.target.id)
+        exact = None if found is None else found.scores["full"]
+        first = one.scores[one.reference].with_exact(one.ranking()[:top], exact)
+        run.results[number] = replace(one, scores={**one.scores, one.reference: first})
 
 
 def shared_candidates(targets: Sequence[ProteinRecord], candidates: Sequence[Candidate]) -> bool:
@@ -95,16 +89,3 @@ def equal_targets(targets: Sequence[ProteinRecord]) -> dict[str, str]:
     first: dict[str, str] = {}
     ids = {one.id: first.setdefault(one.sequence, one.id) for one in targets}
     return {own: other for own, other in ids.items() if own != other}
-
-
-def _rescored(result: TargetResult, again: TargetResult | None, top: int) -> TargetResult:
-    exact = {} if again is None else {one.candidate: one for one in again.scores["full"].scores}
-    own = result.scores[result.reference].scores
-    return replace(
-        result,
-        rescored={
-            index: replace(exact[own[index].candidate], background=own[index].background)
-            for index in result.ranking()[:top]
-            if own[index].candidate in exact
-        },
-    )

@@ -1,15 +1,14 @@
-"""Variants of many proteins, in batches that do not end where a protein does (`tasks.common.row_engine`)."""
+"""Scores of variants of one protein or of many, in batches that do not end where a protein does (`row_engine`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import as_list
-from esm_turbo.files.tabular import counted, named
+from esm_turbo.context_model import Contexts, as_list
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice
@@ -19,9 +18,9 @@ from esm_turbo.tasks.common.homologs import default_query_arm
 from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress
-from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
-from esm_turbo.tasks.variants.score import ProteinRows, VariantScores, first_position_of
-from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, split_variant
+from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_item, score_items
+from esm_turbo.tasks.variants.score import ProteinRows, VariantScores, first_position_of, stored_protein
+from esm_turbo.tasks.variants.substitutions import all_substitutions, split_variant
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -35,12 +34,20 @@ class WildType(NamedTuple):
         first_position: position of the protein's first residue.
         variants: their notations; None for all single substitutions.
         contexts: of homologs, see `score_variants`.
+        cache: holds the protein.
     """
 
     sequence: str
     first_position: int = 1
     variants: Sequence[str] | None = None
-    contexts: Sequence[str] = ()
+    contexts: Contexts | None = None
+    cache: TurboKVCache | None = None
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """Lengths of several contexts of homologs; none for no homologs."""
+        given = self.contexts if isinstance(self.contexts, list | tuple) else ()
+        return [len(str(one)) for one in given]
 
 
 class ManyVariantScores(ManyScores[VariantScores]):
@@ -51,16 +58,7 @@ class ManyVariantScores(ManyScores[VariantScores]):
         failed: by index of the protein, why its variants could not be scored.
     """
 
-    noun = "protein"
-
-    def __repr__(self) -> str:
-        variants = sum(len(one.scores) for one in self.scores if one is not None)
-        sizes = counted(len(self.scores), "protein"), counted(variants, "variant")
-        return named(self, *sizes, f"{len(self.failed):,} failed")
-
-    def columns(self) -> list[str]:
-        """Names of the columns of `rows`."""
-        return ["protein", "mutant", *RESIDUE_COLUMNS, "score"]
+    noun, scored_noun = "protein", "variant"
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
         method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
     """
 
-    method: VariantMethod
+    method: VariantMethod = "masked"
     reads_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -80,14 +78,15 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
 
     def rows(self, turbo: ContextModel, item: WildType, arm: Arm) -> ProteinRows:
         """See `ScoringTask.rows`."""
-        given = item.sequence, item.variants, self.method, arm, self.refresh, item.first_position
-        return ProteinRows(turbo, *given, item.contexts or None)
+        protein = item.sequence if item.cache is None else item.cache
+        given = item.variants, self.method, arm, self.refresh, item.first_position, item.contexts
+        return ProteinRows(turbo, protein, *given)
 
     def tokens(self, item: WildType) -> int:
         """A context, and a row for every position."""
         length, units = len(item.sequence), self.units(item)
-        if item.contexts:
-            return sum(map(len, item.contexts)) + units * length
+        if item.context_sizes:
+            return sum(item.context_sizes) + units * length
         contexts = units if self.method == "pseudo_perplexity" else length
         return contexts + units * (length if "full" in self.arms else self.refresh + 1)
 
@@ -96,7 +95,7 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
 
         By pseudo-perplexity, of residues in all of them, about.
         """
-        times = max(1, len(item.contexts))
+        times = max(1, len(item.context_sizes))
         if self.method == "pseudo_perplexity":
             names = all_substitutions(item.sequence) if item.variants is None else item.variants
             return times * len(item.sequence) * (1 + len(names))
@@ -104,21 +103,83 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
             return times * len(item.sequence)
         return times * len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
-    def parts(self, item: WildType, limit: int) -> list[WildType]:
-        """The protein; by pseudo-perplexity with as many variants in each part as have so many tokens, at least one."""
-        if self.method != "pseudo_perplexity":
-            return [item]
+    def parts(self, item: WildType, limit: int, *, sharded: bool) -> Iterator[tuple[WildType, Sequence[int] | None]]:
+        """See `ScoringTask.parts`: some variants by pseudo-perplexity; shards are merged by whole proteins."""
+        if self.method != "pseudo_perplexity" or sharded:
+            yield item, None
+            return
         names = all_substitutions(item.sequence, item.first_position) if item.variants is None else item.variants
         most = max(1, limit * len(names) // max(1, self.tokens(item)))
-        return [item._replace(variants=names[begin : begin + most]) for begin in range(0, len(names), most)]
-
-    def options(self) -> list[Any]:
-        """See `ScoringTask.options`."""
-        return [self.method, self.refresh, self.toks_per_batch]
+        for begin in range(0, len(names), most):
+            own = names[begin : begin + most]
+            yield item._replace(variants=own), range(begin, begin + len(own))
 
     def scores_from_dict(self, item: WildType, values: Mapping[str, Any]) -> VariantScores:
         """See `ScoringTask.scores_from_dict`."""
         return VariantScores.from_dict(values, item.sequence, item.first_position)
+
+
+def score_variants(
+    turbo: ContextModel,
+    wild_type: str | ProteinRecord | TurboKVCache,
+    variants: str | Sequence[str] | None = None,
+    *,
+    method: VariantMethod = "masked",
+    arm: Arm | None = None,
+    refresh: int = DEFAULT_REFRESH,
+    first_position: int | None = None,
+    toks_per_batch: int | None = None,
+    store: ReadableSource | None = None,
+    progress: Progress | None = None,
+    context: Contexts | None = None,
+) -> VariantScores:
+    """Score variants of a protein.
+
+    Args:
+        wild_type: residues of the protein, or its record; or a cache of one row that holds it from `<cls>` on.
+        variants: such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions at once; None for all single
+            ones. `H24H` scores 0. Insertions and deletions, such as `K2_G4del` or `p.Lys2_Gly3insGlnSer`, have a
+            `pseudo_perplexity` alone.
+        method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
+            accurate; `pseudo_perplexity` masks each residue of each variant in turn, which costs as much as all
+            masked marginals for every variant. Residues of the protein that stand for several are left out of it.
+        arm: `full` runs the whole protein for every position; `frozen` runs the position against the protein cached
+            at full precision; `turbo` against the protein cached under the model's preset. A cache fixes its own arm;
+            else the default is `turbo`, or `frozen` if the model has no calibration.
+        refresh: for masked marginals, number of residues around the position, half on each side, that run again with
+            the mask.
+        first_position: position of the protein's first residue in the variants; None is that of a record's header, or
+            else 1.
+        toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
+        progress: called with stage `score` and positions, see `Progress`.
+        context: of a family with exact contexts, such as E1, homologs of the protein, separated by commas; of several
+            contexts, log-probabilities are averaged. Or a cache of them, one context in each row. None scores the
+            protein alone. The homologs are what is cached: every row runs the whole protein after them, whatever
+            `refresh` is, so that `frozen` equals `full`; without a context the arm is `full`.
+
+    Raises:
+        ValueError: the protein is empty or has a letter that is not a residue, a variant does not fit it, an option
+            is invalid, the cache has several rows, belongs to another model or does not hold a whole protein, the
+            family has no exact contexts, or a context is invalid or too large, see `ContextModel.prefill`.
+        NotEnoughMemoryError: the protein needs more memory than is free; the message says how much.
+    """
+    cache = next((one for one in (wild_type, context) if isinstance(one, TurboKVCache)), None)
+    if arm is None and context is None and cache is None:
+        arm = default_query_arm(turbo)
+    arm, _ = resolve_arm(turbo, arm, cache, reads_on=False)
+    task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
+    names = None if variants is None else as_list(variants, "variant")
+    position = first_position_of(wild_type, first_position)
+    if isinstance(wild_type, TurboKVCache):
+        around = {turbo.codes.cls, turbo.codes.eos}
+        sequence = turbo.codes.decode(token for token in stored_protein(turbo, wild_type) if token not in around)
+        item = WildType(sequence, position, names, context, wild_type)
+    else:
+        [sequence] = as_list([wild_type], "wild_type")
+        item = WildType(sequence, position, names, context)
+    warn_if_long([len(sequence)], turbo.model.family)
+    return score_item(turbo, task, item, progress)
 
 
 def score_many_variants(
@@ -146,34 +207,25 @@ def score_many_variants(
             names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then
             need `if __name__ == "__main__":`. None is this process.
 
-    `method`, `arm`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
+    `method`, `arm`, `refresh`, `toks_per_batch` and `store` are those of `score_variants`.
 
     Raises:
         ValueError: there are no proteins, not as many lists as proteins, or an option is invalid.
     """
-    given, lists = _checked_proteins(wild_types, variants)
-    own = repeat(None, len(given)) if lists is None else lists
-    proteins = [
-        WildType(sequence, first_position_of(one), as_list(names, "variant") if names else names)
-        for one, sequence, names in zip(given, as_list(given, "wild_type"), own, strict=True)
-    ]
-    arm, _ = resolve_arm(turbo, arm or default_query_arm(turbo), reads_on=False)
-    task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
-    warn_if_long((len(one.sequence) for one in proteins), turbo.model.family)
-    runner: Runner | None = turbo.runner(devices)
-    return ManyVariantScores.of(score_items(turbo, task, proteins, progress=progress, runner=runner))
-
-
-def _checked_proteins(
-    wild_types: Sequence[str | ProteinRecord], variants: Sequence[Sequence[str]] | None
-) -> tuple[list[str | ProteinRecord], list[Sequence[str]] | None]:
-    """The proteins, and the variants of each, as lists; arguments and errors are those of `score_many_variants`."""
-    given: list[str | ProteinRecord] = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
-    as_list(given, "wild_type")
-    if variants is None:
-        return given, None
-    lists = [[own] if isinstance(own, str) else own for own in variants]
+    given = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
+    sequences = as_list(given, "wild_type")
+    lists: list[Sequence[str] | None] = [None] * len(given) if variants is None else list(variants)
     if isinstance(variants, str) or len(lists) != len(given):
         got = repr(variants) if isinstance(variants, str) else len(lists)
         raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {got}")
-    return given, lists
+    proteins = [
+        WildType(sequence, first_position_of(one), as_list(names, "variant") if names else names)
+        for one, sequence, names in zip(given, sequences, lists, strict=True)
+    ]
+    arm, _ = resolve_arm(turbo, arm or default_query_arm(turbo), reads_on=False)
+    task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
+    warn_if_long(map(len, sequences), turbo.model.family)
+    runner: Runner | None = turbo.runner(devices)
+    return ManyVariantScores.of(
+        score_items(turbo, task, proteins, in_pieces=runner is not None, progress=progress, runner=runner)
+    )

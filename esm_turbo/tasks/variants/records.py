@@ -6,28 +6,26 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tables import write_table
-from esm_turbo.files.tabular import Tabular, counted, named
+from esm_turbo.files.tabular import counted, named
 from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import ARMS
-from esm_turbo.tasks.common.options import Arm, VariantColumns, VariantMethod
+from esm_turbo.tasks.common.options import Arm, VariantColumns
 from esm_turbo.tasks.common.pieces import Plan, Runner
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import spearman
-from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
-from esm_turbo.tasks.common.scoring_task import limit_of, score_items
+from esm_turbo.tasks.common.record_results import RecordResult, RecordRun
+from esm_turbo.tasks.common.records import parse_rows
+from esm_turbo.tasks.common.run_info import RunInfo, run_metadata
+from esm_turbo.tasks.common.scoring_task import score_items
 from esm_turbo.tasks.variants.formats import SCORE, formatted
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.score import VariantScores, first_position_of
@@ -36,10 +34,8 @@ from esm_turbo.tasks.variants.substitutions import (
     MisnumberedError,
     has_protein_change,
     is_variant,
-    likely_cause,
-    mutated,
-    parse_without_cause,
     parts_of,
+    unfitting,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +70,7 @@ class MeasuredVariant:
 
 
 @dataclass(frozen=True)
-class ProteinVariants(Tabular):
+class ProteinVariants(RecordResult):
     """Scores of the variants of one protein in one or several arms.
 
     Attributes:
@@ -91,6 +87,11 @@ class ProteinVariants(Tabular):
 
     def __repr__(self) -> str:
         return named(self, self.wild_type.id, counted(len(self.variants), "variant"), arms=list(self.scores))
+
+    @property
+    def record(self) -> ProteinRecord:
+        """The wild type."""
+        return self.wild_type
 
     @property
     def reference(self) -> Arm:
@@ -125,6 +126,10 @@ class ProteinVariants(Tabular):
         for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True):
             yield self.wild_type.id, variant.variant, *parts_of(variant.variant), *scores
 
+    def given(self) -> Iterator[Mapping[str, str]]:
+        """Columns of the table of each variant."""
+        return (variant.columns or {} for variant in self.variants)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -143,42 +148,14 @@ class ProteinVariants(Tabular):
         }
 
 
-@dataclass
-class VariantsRun(Tabular):
-    """Scores on all wild types.
+@dataclass(repr=False)
+class VariantsRun(RecordRun[ProteinVariants]):
+    """Scores on all wild types, see `RecordRun`."""
 
-    Attributes:
-        results: one per wild type that could be scored.
-        failed: wild types that could not.
-    """
-
-    results: list[ProteinVariants] = field(default_factory=list)
-    failed: list[BadRecord] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        return named(self, counted(len(self.results), "protein"), f"{len(self.failed):,} failed")
-
-    def columns(self) -> list[str]:
-        """Names of the columns of `rows`."""
-        own = self.results[0].columns() if self.results else ["protein", "mutant", *RESIDUE_COLUMNS]
-        given = (v.columns or {} for r in self.results for v in r.variants)
-        return [*own, *kept_columns(given, [*own, *RUN_COLUMNS])]
-
-    def rows(self) -> Iterator[list[object]]:
-        """Per variant its protein, name, position, residues, score in every arm, and the other columns of the table."""
-        columns = self.columns()
-        for result in self.results:
-            for variant, own in zip(result.variants, result.rows(), strict=True):
-                yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
-
-    def places(self, wild_types: Sequence[ProteinRecord]) -> list[tuple[int, int]]:
-        """The order of the rows among those of all shards: numbers of wild types with their rows.
-
-        Args:
-            wild_types: all wild types of the input.
-        """
-        numbers = {record.id: number for number, record in enumerate(wild_types)}
-        return [(numbers[one.wild_type.id], len(one.variants)) for one in self.results]
+    noun = "protein"
+    no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
+    # Positions are text, as several substitutions have several: `24:26`.
+    types = dict.fromkeys(ARMS, float)
 
     def write(
         self,
@@ -187,40 +164,17 @@ class VariantsRun(Tabular):
         settings: Mapping[str, Any] | None = None,
         columns: VariantColumns | None = None,
     ) -> None:
-        """Write `rows` to a CSV, TSV or Parquet file, atomically, or as CSV to an open file.
+        """See `RecordRun.write`.
 
         Args:
-            out: the file.
             columns: those of another program instead, see `formats`.
-            run: what the run used, added in `RUN_COLUMNS`.
-            settings: the run's options, JSON values, for the metadata of a Parquet file.
         """
-        if columns is not None:
-            others, theirs = formatted(self.results, columns)
-            numbers = [name for name in others if name.startswith(SCORE)]
-            write_table(out, others, theirs, dict.fromkeys(numbers, float), run_metadata(run, settings))
+        if columns is None:
+            super().write(out, run, settings)
             return
-        names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
-        rows = ([*row, *cells] for row in self.rows())
-        # Positions are text, as several substitutions have several: `24:26`.
-        write_table(out, [*self.columns(), *names], rows, dict.fromkeys(ARMS, float), run_metadata(run, settings))
-
-
-@dataclass(frozen=True)
-class _Wrong:
-    """A variant that cannot be used.
-
-    Attributes:
-        line: name of its record.
-        variant: as it was written.
-        reason: why, without the likely cause.
-        misnumbered: whether residue or position are not the protein's.
-    """
-
-    line: str
-    variant: str
-    reason: str
-    misnumbered: bool
+        others, theirs = formatted(self.results, columns)
+        numbers = [name for name in others if name.startswith(SCORE)]
+        write_table(out, others, theirs, dict.fromkeys(numbers, float), run_metadata(run, settings))
 
 
 def read_variants(
@@ -264,54 +218,42 @@ def read_variants(
         )
     column = measured or next((name for name in _MEASURED_COLUMNS if any(row[name] for row in rows)), None)
     proteins = ProteinIndex(wild_types)
-    wrong: dict[str, list[_Wrong]] = {}
 
-    def parse(number: int, row: CsvRow) -> MeasuredVariant:
+    def parse(number: int, row: CsvRow) -> tuple[str, MeasuredVariant]:
         if not row[by_name] and len(wild_types) > 1:
             raise ValueError(f"names no protein; fill the column {by_name!r}")
         wild_type = proteins.find(row[by_name]) if row[by_name] else wild_types[0]
         name = row[mutant_column]
         if _OF_A_GENE.search(name) and not has_protein_change(name):
             raise ValueError(f"{name!r} names no change of the protein, such as (p.Arg175His)")
-        try:
-            (mutated if indels else parse_without_cause)(
-                name, wild_type.sequence, first_position_of(wild_type, first_position)
-            )
-        except ValueError as error:
-            one = _Wrong(f"line {row.line}", name, str(error), isinstance(error, MisnumberedError))
-            wrong.setdefault(wild_type.id, []).append(one)
-            raise
         value = None if column is None else _number(row[column], column)
-        return MeasuredVariant(name, value, wild_type.id, row.cells)
+        return f"line {row.line}", MeasuredVariant(name, value, wild_type.id, row.cells)
 
-    good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
-    fitting: dict[str | None, list[str]] = {}
-    for variant in good:
-        fitting.setdefault(variant.protein, []).append(variant.variant)
-    reasons: dict[str, str] = {}
-    summed_up: dict[str, str] = {}
+    read, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
+    by_protein: dict[str | None, list[tuple[str, str]]] = {}
+    for line, variant in read:
+        by_protein.setdefault(variant.protein, []).append((line, variant.variant))
+    left_out, summed_up = set[str](), list[BadRecord]()
     for wild_type in wild_types:
-        own, others = wrong.get(wild_type.id, []), fitting.get(wild_type.id, [])
-        misnumbered = [one for one in own if one.misnumbered]
-        if misnumbered:
-            position = first_position_of(wild_type, first_position)
-            # All of a protein are numbered alike, and together say more of the cause than each alone.
-            cause = likely_cause([*others, *(one.variant for one in own)], wild_type.sequence, position)
-            reasons |= {one.line: f"{one.reason}; {cause}" for one in misnumbered}
-        if len(own) > max(len(others), _LISTED):
-            example = [*misnumbered, *own][0]
-            reason = (
-                f"{len(own):,} of {len(others) + len(own):,} variants are not of {wild_type.id}, such as"
-                f" {example.line}: {reasons.get(example.line, example.reason)}"
-            )
-            if len(wild_types) == 1:
-                raise CsvError(f"{os.fspath(path)}: {reason}")
-            summed_up[wild_type.id] = reason
-    left_out = {one.line for name in summed_up for one in wrong[name]}
-    good = [one for one in good if one.protein not in summed_up]
-    bad = [BadRecord(one.record, reasons.get(one.record, one.reason)) for one in bad if one.record not in left_out]
-    bad += [BadRecord(name, reason, len(wrong[name])) for name, reason in summed_up.items()]
-    return good, bad
+        own = by_protein.get(wild_type.id, [])
+        position = first_position_of(wild_type, first_position)
+        found = unfitting([name for _, name in own], wild_type.sequence, position, indels=indels)
+        left_out |= {own[index][0] for index in found}
+        if len(found) <= max(len(own) - len(found), _LISTED):
+            bad += [BadRecord(own[index][0], str(error)) for index, error in found.items()]
+            continue
+        left_out |= {line for line, _ in own}
+        example = next((i for i, error in found.items() if isinstance(error, MisnumberedError)), min(found))
+        reason = (
+            f"{len(found):,} of {len(own):,} variants are not of {wild_type.id}, such as {own[example][0]}:"
+            f" {found[example]}"
+        )
+        if len(wild_types) == 1:
+            raise CsvError(f"{os.fspath(path)}: {reason}")
+        summed_up.append(BadRecord(wild_type.id, reason, len(found)))
+    lines = {f"line {row.line}": number for number, row in enumerate(rows)}
+    bad.sort(key=lambda one: lines.get(one.record, len(lines)))
+    return [variant for line, variant in read if line not in left_out], [*bad, *summed_up]
 
 
 def score_records(
@@ -320,36 +262,26 @@ def score_records(
     variants: Sequence[MeasuredVariant] | None,
     arms: Sequence[Arm],
     *,
-    method: VariantMethod = "masked",
-    refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
-    toks_per_batch: int | None = None,
-    store: ReadableSource | None = None,
+    contexts: Sequence[str] = (),
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
     journal: Journal | None = None,
-    contexts: Sequence[str] = (),
+    **options: Any,
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
-
-    A piece is some proteins with their variants, or by pseudo-perplexity one protein with some of many, up to
-    `piece_limit` tokens to run, in batches filled across proteins.
 
     Args:
         wild_types: the proteins.
         variants: their variants, those without `protein` of all of them; None for all single substitutions.
         arms: one arm or several.
         first_position: position of each protein's first residue; None reads it from its header, or is 1.
+        contexts: homologs that every protein is read after, see `context` of `score_variants`.
         progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
-        runner: where pieces are scored; None is this process.
-        plan: which pieces are scored; None is all.
-        journal: keeps the scores of each piece, and has those of an earlier run with the same settings.
-        contexts: homologs that every protein is read after, see `context` of `score.score_variants`.
-
-    `method`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
+        runner: as of `score_items`, as are `plan` and `journal`.
+        **options: of a `VariantsTask`.
     """
-    run = VariantsRun()
     own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
     for variant in variants or ():
         for identifier in own_variants if variant.protein is None else [variant.protein]:
@@ -360,46 +292,33 @@ def score_records(
             record.sequence,
             first_position_of(record, first_position),
             None if variants is None else tuple(one.variant for one in own_variants[record.id]),
-            tuple(contexts),
+            tuple(contexts) or None,
         )
         for record in wanted
     ]
-    task = VariantsTask(tuple(arms), refresh, toks_per_batch, store, method)
     warn_if_long((len(record.sequence) for record in wanted), turbo.model.family)
-    limit = limit_of(turbo, sum(map(task.tokens, proteins)), runner)
-    # Shards are merged by whole proteins.
-    parts = [
-        (number, part)
-        for number, one in enumerate(proteins)
-        for part in ([one] if plan is not None else task.parts(one, limit))
-    ]
     scored = score_items(
         turbo,
-        task,
-        [part for _, part in parts],
-        limit,
-        names=[f"{wanted[number].id} {list(part.variants or ())}" for number, part in parts],
+        VariantsTask(tuple(arms), **options),
+        proteins,
+        names=[record.id for record in wanted],
         progress=progress,
         runner=runner,
         plan=plan,
         journal=journal,
     )
-    for number, found in groupby(sorted(scored), lambda index: parts[index][0]):
-        record, results = wanted[number], [scored[index] for index in found]
-        failed = next((one.failed for one in results if one.failed is not None), None)
-        joined: dict[Arm, VariantScores] = {}
-        for arm in arms if failed is None else ():
-            every = [one.scores[arm] for one in results]
-            joined[arm] = replace(every[0], scores=tuple(score for one in every for score in one.scores))
-        if failed is None and not all(math.isfinite(x) for scores in joined.values() for x in scores.values):
+    run = VariantsRun()
+    for number, one in scored.items():
+        record, failed = wanted[number], one.failed
+        if not all(math.isfinite(x) for scores in one.scores.values() for x in scores.values):
             failed = "its scores are not finite; try --dtype float32"
         if failed is not None:
             run.failed.append(BadRecord(record.id, failed))
             continue
         own = own_variants[record.id]
         if variants is None:
-            own = [MeasuredVariant(each.variant) for each in next(iter(joined.values())).scores]
-        run.results.append(ProteinVariants(record, proteins[number].first_position, tuple(own), joined))
+            own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
+        run.results.append(ProteinVariants(record, proteins[number].first_position, tuple(own), one.scores))
     return run
 
 

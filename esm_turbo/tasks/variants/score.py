@@ -18,40 +18,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, ProteinRecord
-from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
-from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
-from esm_turbo.tasks.common.homologs import QueryContext, default_query_arm, query_contexts, query_ids, row_arm
+from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, ProteinRecord
+from esm_turbo.tasks.common.forwards import arm_preset, single_row
+from esm_turbo.tasks.common.homologs import QueryContext, query_contexts, query_ids, row_arm
 from esm_turbo.tasks.common.options import METHOD_NAMES, Arm, VariantMethod
-from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.common.row_engine import run_rows
-from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
+from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
-    Substitutions,
     all_substitutions,
+    every_substitution,
     mutated,
+    parse_variants,
     parts_of,
 )
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.proteins.tokens import TokenCodes
+
+
+_FIELDS = ("model", "method", "arm", "preset", "refresh")
 
 
 @dataclass(frozen=True)
@@ -99,8 +94,7 @@ class VariantScores(ItemScores):
     def __repr__(self) -> str:
         best = [f"best {self.scores[index].variant} {self.values[index]:.4g}" for index in self.ranking()[:1]]
         size = counted(len(self.wild_type), "residue")
-        fields = {name: getattr(self, name) for name in ("model", "method", "arm", "preset", "refresh")}
-        fields["contexts"] = self.contexts or None
+        fields = {name: getattr(self, name) for name in _FIELDS} | {"contexts": self.contexts or None}
         return named(self, f"{counted(len(self.scores), 'variant')} of {size}", *best, **fields)
 
     def columns(self) -> list[str]:
@@ -115,11 +109,6 @@ class VariantScores(ItemScores):
     def ranking(self) -> list[int]:
         """Indices of the variants, highest score first; equal ones keep their order."""
         return sorted(range(len(self.scores)), key=self.values.__getitem__, reverse=True)
-
-    def best_first(self) -> list[tuple[object, ...]]:
-        """`rows`, highest score first."""
-        rows = list(self.rows())
-        return [rows[index] for index in self.ranking()]
 
     @property
     def method_name(self) -> str:
@@ -140,20 +129,13 @@ class VariantScores(ItemScores):
             KeyError, TypeError: an entry is missing, or of another type.
         """
         scores = tuple(VariantScore(one["variant"], one["score"]) for one in values["variants"])
-        fields = {name: values[name] for name in ("method", "arm", "preset", "refresh", "model")}
+        fields = {name: values[name] for name in _FIELDS}
         return cls(scores, wild_type, first_position=first_position, contexts=values.get("contexts", 0), **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "model": self.model,
-            "method": self.method,
-            "arm": self.arm,
-            "preset": self.preset,
-            "refresh": self.refresh,
-            "contexts": self.contexts,
-            "variants": [{"variant": one.variant, "score": one.score} for one in self.scores],
-        }
+        fields = {name: getattr(self, name) for name in (*_FIELDS, "contexts")}
+        return fields | {"variants": [{"variant": one.variant, "score": one.score} for one in self.scores]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +157,11 @@ class WholeRows(RowGroup):
     positions: Tensor
     method: VariantMethod
     places: Tensor | None = None
+
+    @property
+    def predictions(self) -> int:
+        """See `RowGroup.predictions`."""
+        return len(self.positions)
 
     def rows(self, numbers: Tensor) -> RowBatch:
         """See `RowGroup.rows`."""
@@ -253,7 +240,7 @@ class ProteinRows(ItemRows[VariantScores]):
         self.turbo, self.method, self.arm, self.first_position = turbo, method, arm, first_position
         codes, cache = turbo.codes, wild_type if isinstance(wild_type, TurboKVCache) else None
         if isinstance(wild_type, TurboKVCache):
-            ids = _stored_protein(turbo, wild_type)
+            ids = stored_protein(turbo, wild_type)
         else:
             ids = query_ids(turbo, wild_type, "the wild type")
             if codes.mask in ids:
@@ -275,21 +262,22 @@ class ProteinRows(ItemRows[VariantScores]):
             ]
             return
         if self.variants is None:
-            self.substitutions = Substitutions.all(self.wild_type)
+            positions = [index for index, letter in enumerate(self.wild_type) if letter != CHAIN_BREAK]
         else:
-            self.substitutions = Substitutions.parse(self.variants, self.wild_type, first_position)
-        positions, self._row = np.unique(self.substitutions.index, return_inverse=True)
+            self._parsed = parse_variants(self.variants, self.wild_type, first_position)
+            positions = sorted({one.index for parts in self._parsed for one in parts})
+        self._row = {index: row for row, index in enumerate(positions)}
         self.groups = self._groups(ids, positions, cache)
 
     def _groups(
-        self, ids: Sequence[int], positions: npt.NDArray[np.int64], cache: TurboKVCache | None = None
+        self, ids: Sequence[int], positions: Sequence[int], cache: TurboKVCache | None = None
     ) -> list[WholeRows]:
         """The groups of one sequence, one after each context of homologs."""
         codes = self.turbo.codes
         shared: dict[str, Any] = {
             "codes": codes,
             "first": len(codes.before),
-            "positions": torch.from_numpy(positions),
+            "positions": torch.tensor(positions, dtype=torch.int64),
             "method": self.method,
         }
         if row_arm(self.turbo, self.arm) != "full":
@@ -313,19 +301,25 @@ class ProteinRows(ItemRows[VariantScores]):
         )
 
     def _names(self) -> list[str]:
-        # All single ones get their names only when needed: there are many, and a wave may hold many proteins.
+        # All single ones are made only when needed: there are many, and a wave may hold many proteins.
         return all_substitutions(self.wild_type, self.first_position) if self.variants is None else self.variants
 
     def result(self, predicted: Sequence[Tensor]) -> VariantScores:
         """Scores from the log-probabilities at each position."""
         if self.method == "pseudo_perplexity":
-            sizes = [len(self._contexts) or 1] * len(self._number_of)
-            means = [float(torch.stack(one).double().mean()) for one in _in_parts(predicted, sizes)]
-            values = (means[self._number_of[one]] - means[0] for one in self._own)
-            scores = tuple(map(VariantScore, self._names(), values))
+            times = len(self._contexts) or 1
+            own = [predicted[begin : begin + times] for begin in range(0, len(predicted), times)]
+            means = [float(torch.stack(list(one)).double().mean()) for one in own]
+            values = [means[self._number_of[one]] - means[0] for one in self._own]
         else:
-            mean = torch.stack(list(predicted)).mean(dim=0)
-            scores = sum_effects(self.turbo.codes, self._names(), self.substitutions, self._row, mean)
+            log_probs, residues = torch.stack(list(predicted)).mean(dim=0).numpy(), self.turbo.codes.residues
+            each = ([one] for one in every_substitution(self.wild_type)) if self.variants is None else self._parsed
+            values = []
+            for parts in each:
+                rows = [(log_probs[self._row[one.index]], one) for one in parts]
+                effects = (row[residues[one.mutant]] - row[residues[one.wild_type]] for row, one in rows)
+                values.append(sum(map(float, effects)))
+        scores = tuple(map(VariantScore, self._names(), values))
         return VariantScores(
             scores,
             self.wild_type,
@@ -339,101 +333,13 @@ class ProteinRows(ItemRows[VariantScores]):
         )
 
 
-def score_variants(
-    turbo: ContextModel,
-    wild_type: str | ProteinRecord | TurboKVCache,
-    variants: str | Sequence[str] | None = None,
-    *,
-    method: VariantMethod = "masked",
-    arm: Arm | None = None,
-    refresh: int = DEFAULT_REFRESH,
-    first_position: int | None = None,
-    toks_per_batch: int | None = None,
-    store: ReadableSource | None = None,
-    progress: Progress | None = None,
-    context: Contexts | None = None,
-) -> VariantScores:
-    """Score variants of a protein.
-
-    Args:
-        wild_type: residues of the protein, or its record; or a cache of one row that holds it from `<cls>` on.
-        variants: such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions at once; None for all single
-            ones. `H24H` scores 0. Insertions and deletions, such as `K2_G4del` or `p.Lys2_Gly3insGlnSer`, have a
-            `pseudo_perplexity` alone.
-        method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
-            accurate; `pseudo_perplexity` masks each residue of each variant in turn, which costs as much as all
-            masked marginals for every variant. Residues of the protein that stand for several are left out of it.
-        arm: `full` runs the whole protein for every position; `frozen` runs the position against the protein cached
-            at full precision; `turbo` against the protein cached under the model's preset. A cache fixes its own arm;
-            else the default is `turbo`, or `frozen` if the model has no calibration.
-        refresh: for masked marginals, number of residues around the position, half on each side, that run again with
-            the mask.
-        first_position: position of the protein's first residue in the variants; None is that of a record's header, or
-            else 1.
-        toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
-        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
-        progress: called with stage `score` and positions, see `Progress`.
-        context: of a family with exact contexts, such as E1, homologs of the protein, separated by commas; of several
-            contexts, log-probabilities are averaged. Or a cache of them, one context in each row. None scores the
-            protein alone. The homologs are what is cached: every row runs the whole protein after them, whatever
-            `refresh` is, so that `frozen` equals `full`; without a context the arm is `full`.
-
-    Raises:
-        ValueError: the protein is empty or has a letter that is not a residue, a variant does not fit it, an option
-            is invalid, the cache has several rows, belongs to another model or does not hold a whole protein, the
-            family has no exact contexts, or a context is invalid or too large, see `ContextModel.prefill`.
-        NotEnoughMemoryError: the protein needs more memory than is free; the message says how much.
-    """
-    check_choice("method", method, get_args(VariantMethod))
-    check_store(store)
-    check_count("refresh", refresh, 0)
-    cache = next((one for one in (wild_type, context) if isinstance(one, TurboKVCache)), None)
-    if arm is None and context is None and cache is None:
-        arm = default_query_arm(turbo)
-    arm, _ = resolve_arm(turbo, arm, cache, reads_on=False)
-    position = first_position_of(wild_type, first_position)
-    rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position, context)
-    tokens = batch_tokens(toks_per_batch, row_arm(turbo, arm), turbo.model.device)
-    warn_if_long([len(rows.wild_type)], turbo.model.family)
-    counter = StageProgress(progress, "score", sum(len(group.positions) for group in rows.groups))
-    config = None if arm == "full" or cache is not None else context_config(turbo, arm)
-    [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def sum_effects(
-    codes: TokenCodes, names: Sequence[str], parsed: Substitutions, row: npt.NDArray[np.int64], predicted: Tensor
-) -> tuple[VariantScore, ...]:
-    """Scores of variants from predictions at their positions.
-
-    Args:
-        names: the variants.
-        parsed: their substitutions.
-        row: row of `predicted` of each substitution.
-        predicted: log-probabilities, [positions, vocab_size].
-    """
-    log_probs = predicted.numpy()
-    wild_type_ids, mutant_ids = (_token_ids(codes, letters) for letters in (parsed.wild_type, parsed.mutant))
-    effects = log_probs[row, mutant_ids] - log_probs[row, wild_type_ids]
-    totals = np.bincount(parsed.variant, weights=effects, minlength=len(names)).tolist()
-    return tuple(map(VariantScore, names, totals))
-
-
 def first_position_of(wild_type: str | ProteinRecord | TurboKVCache, given: int | None = None) -> int:
     """Position of a protein's first residue: the given one, or that of a record's header, or 1."""
     stated = wild_type.first_position if isinstance(wild_type, ProteinRecord) else None
     return next((one for one in (given, stated) if one is not None), 1)
 
 
-def _in_parts(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Consecutive parts of these sizes."""
-    rest = iter(tensors)
-    return (list(islice(rest, size)) for size in sizes)
-
-
-def _known(sequence: str) -> npt.NDArray[np.int64]:
+def _known(sequence: str) -> list[int]:
     """Indices of residues that stand for one.
 
     Raises:
@@ -442,16 +348,10 @@ def _known(sequence: str) -> npt.NDArray[np.int64]:
     known = [index for index, letter in enumerate(sequence) if letter in PARTICULAR_RESIDUES]
     if not known:
         raise ValueError("a variant has no residue that is known")
-    return np.array(known)
+    return known
 
 
-def _token_ids(codes: TokenCodes, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:
-    """Token id of every residue."""
-    known, inverse = np.unique(letters, return_inverse=True)
-    return np.array([codes.residues[letter] for letter in known])[inverse]
-
-
-def _stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:
+def stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:
     """Token ids of the protein in a cache.
 
     Raises:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_RESIDUES
 
 _POSITION_DIGITS = 18
-_SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE | re.ASCII)
 _CHANGE = re.compile(
     r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins([A-Z]+))", re.IGNORECASE | re.ASCII
 )
@@ -35,7 +31,7 @@ _HOW = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Substitution:
     """One residue in place of another.
 
@@ -99,15 +95,18 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
         MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there.
         ValueError: the notation is invalid, or a position appears twice.
     """
-    return _parsed(variant, wild_type, first_position, [variant])
+    return parse_variants([variant], wild_type, first_position)[0]
 
 
-def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[str]) -> list[Substitution]:
-    """`parse_variant`; an error names the likely cause, given all variants that are numbered alike."""
-    try:
-        return parse_without_cause(variant, wild_type, first_position)
-    except MisnumberedError as error:
-        raise MisnumberedError(error.found, likely_cause(alike, wild_type, first_position)) from None
+def parse_variants(variants: Sequence[str], wild_type: str, first_position: int = 1) -> list[list[Substitution]]:
+    """Parse variants that are numbered alike, each as `parse_variant`; an error names the likely cause."""
+    parsed = []
+    for variant in variants:
+        try:
+            parsed.append(_substitutions(variant, wild_type, first_position))
+        except MisnumberedError as error:
+            raise MisnumberedError(error.found, likely_cause(variants, wild_type, first_position)) from None
+    return parsed
 
 
 def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -> str:
@@ -143,7 +142,29 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
     return f"is {first_position} the position of the first residue? With `first_position` {best}, {share}"
 
 
-def parse_without_cause(variant: str, wild_type: str, first_position: int) -> list[Substitution]:
+def unfitting(
+    variants: Sequence[str], wild_type: str, first_position: int, *, indels: bool = False
+) -> dict[int, ValueError]:
+    """Errors of the variants of a protein that cannot be scored, by index.
+
+    Args:
+        variants: all numbered alike.
+        wild_type: residues of the protein, upper case.
+        first_position: position of its first residue.
+        indels: whether insertions and deletions can be scored.
+    """
+    wrong: dict[int, ValueError] = {}
+    for index, variant in enumerate(variants):
+        try:
+            (mutated if indels else _substitutions)(variant, wild_type, first_position)
+        except ValueError as error:
+            wrong[index] = error
+    misnumbered = {index: one.found for index, one in wrong.items() if isinstance(one, MisnumberedError)}
+    cause = likely_cause(variants, wild_type, first_position) if misnumbered else None
+    return wrong | {index: MisnumberedError(found, cause) for index, found in misnumbered.items()}
+
+
+def _substitutions(variant: str, wild_type: str, first_position: int) -> list[Substitution]:
     """`parse_variant`, whose errors leave out the likely cause: of many variants it is looked for once."""
     substitutions: list[Substitution] = []
     for part, match in _matched(variant):
@@ -236,62 +257,6 @@ def _checked_mutants(variant: str, letters: str) -> str:
     return letters
 
 
-@dataclass(frozen=True)
-class Substitutions:
-    """The substitutions of many variants, as arrays [substitutions], in the order of the variants.
-
-    Attributes:
-        variant: number of the variant that each belongs to.
-        index: index of the residue, from 0.
-        wild_type: residue of the wild type, one letter.
-        mutant: residue that replaces it.
-    """
-
-    variant: npt.NDArray[np.int64]
-    index: npt.NDArray[np.int64]
-    wild_type: npt.NDArray[np.str_]
-    mutant: npt.NDArray[np.str_]
-
-    @classmethod
-    def parse(cls, variants: Sequence[str], wild_type: str, first_position: int = 1) -> Substitutions:
-        """Parse many variants at once, as `parse_variant` parses one.
-
-        Raises:
-            ValueError: one of them is invalid.
-        """
-        parts = list(map(split_variant, variants))
-        matches = [_SUBSTITUTION.fullmatch(part) for own in parts for part in own]
-        number = np.repeat(np.arange(len(parts)), [len(own) for own in parts])
-        rows = [("", "0", "") if match is None else match.groups() for match in matches]
-        texts = np.array(rows, dtype=np.str_).reshape(-1, 3)
-        letters = np.char.upper(texts[:, ::2])
-        # Longer positions than any protein has, but for zeros, lie outside of it; 64 bits hold the others.
-        digits = np.char.lstrip(np.char.lstrip(texts[:, 1], "-"), "0")
-        too_long = np.char.str_len(digits) > _POSITION_DIGITS
-        index = np.where(too_long, "0", texts[:, 1]).astype(np.int64) - first_position
-        residues = np.array(list(wild_type))
-        inside = ~too_long & (index >= 0) & (index < len(residues))
-        good = (
-            inside
-            & (residues[np.where(inside, index, 0)] == letters[:, 0])
-            & np.isin(letters[:, 1], list(PARTICULAR_RESIDUES))
-        )
-        by_place = np.lexsort((index, number))
-        twice = (np.diff(number[by_place]) == 0) & (np.diff(index[by_place]) == 0)
-        wrong = [*number[~good], *number[by_place][1:][twice]]
-        if wrong:
-            _parsed(variants[min(wrong)], wild_type, first_position, variants)
-            raise AssertionError(f"{variants[min(wrong)]!r} is valid after all")
-        return cls(number, index, letters[:, 0], letters[:, 1])
-
-    @classmethod
-    def all(cls, wild_type: str) -> Substitutions:
-        """All substitutions by one of the 20 standard residues, as `all_substitutions` names them."""
-        residues, mutants = np.array(list(wild_type)), np.array(list(STANDARD_RESIDUES))
-        index, column = np.nonzero((residues[:, None] != mutants) & (residues[:, None] != CHAIN_BREAK))
-        return cls(np.arange(len(index)), index, residues[index], mutants[column])
-
-
 RESIDUE_COLUMNS = ("position", "wild_type_residue", "mutant_residue")
 """Columns of `parts_of` in tables."""
 
@@ -322,11 +287,13 @@ def parts_of(variant: str) -> tuple[int | str, str, str]:
     return int(positions) if positions.lstrip("-").isdigit() else positions, residues, ":".join(one[2] for one in parts)
 
 
+def every_substitution(wild_type: str) -> Iterator[Substitution]:
+    """All substitutions by one of the 20 standard residues, position by position."""
+    for index, residue in enumerate(wild_type):
+        if residue != CHAIN_BREAK:
+            yield from (Substitution(residue, index, mutant) for mutant in STANDARD_RESIDUES if mutant != residue)
+
+
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:
-    """All substitutions by one of the 20 standard residues, such as `H24A`, position by position."""
-    return [
-        f"{residue}{position}{mutant}"
-        for position, residue in enumerate(wild_type, start=first_position)
-        for mutant in STANDARD_RESIDUES
-        if mutant != residue and residue != CHAIN_BREAK
-    ]
+    """The notations of `every_substitution`, such as `H24A`."""
+    return [f"{one.wild_type}{one.index + first_position}{one.mutant}" for one in every_substitution(wild_type)]

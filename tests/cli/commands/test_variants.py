@@ -67,14 +67,6 @@ def test_more_than_a_few_proteins_are_summed_up_unless_asked(esm_shared, write):
     assert "Spearman" not in printed and "│ - " not in printed
 
 
-def test_all_substitutions_are_scored_by_default(esm_shared, wild_type, tmp_path):
-    out = tmp_path / "scores.csv"
-    code, printed, _ = esm_shared("variants", wild_type, "--method", "wild_type", "--arm", "full", "--out", out)
-    assert code == 0
-    assert "wild-type marginals" in printed
-    assert len(list(csv.DictReader(out.open()))) == 19 * len(WILD_TYPE)
-
-
 def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, write):
     table = write("variants.csv", "mutant,score\nM1A,1\nK1A,2\nK2R,x\nT3S,inf\nA4G,3\n")
     code, printed, err = esm_shared("variants", wild_type, table, "--measured", "score")
@@ -109,7 +101,6 @@ def test_misnumbered_variants_point_to_the_option(esm_shared, wild_type, write, 
         (">a\nMK\n", "M1A\nK2A\n", [], "'mutant'; its first line, which names the columns, is 'M1A'"),
         (">a\nMK\n", "mutant\nM1A\n", ["--measured", "fitness"], "lacks the column 'fitness'"),
         (">a\nMK\n", "mutant\nK1A\n", [], "no usable variant"),
-        (">a\nMK\n", "mutant,fitness\n", [], "holds no variants; give at least one below the column names"),
         (">a\nMK\n", "mutant\nM1A\n", ["--method", "both"], "--method"),
         (">a\nMK\n", "mutant\nM1A\n", ["--refresh", "-1"], "--refresh must be at least 0, got -1"),
     ],
@@ -141,18 +132,17 @@ def test_a_wrong_first_position_is_one_error():
         read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record])
 
 
-def test_a_measured_column_needs_a_file(esm, fasta):
-    result = esm("variants", fasta, "--measured", "fitness")
-    assert result.code == 2
-    assert "--measured fitness names a column; give the table of variants that has it" in result.error
-
-
 def test_unknown_letters_of_a_wild_type_are_replaced_on_request(esm, tmp_path, tiny_folder):
     path = tmp_path / "wild_type.fasta"
     path.write_text(">a\nMKJAYI\n")
     assert "--unknown X" in esm("variants", path).err
     result = esm("variants", path, "--unknown", "X", "--arm", "full", "--model", tiny_folder, "--json", "-")
-    assert result.code == 0 and json.loads(result.out)
+    [found] = json.loads(result.out)["results"]
+    # All single substitutions, 20 of X.
+    assert (result.code, found["variants"]) == (0, 5 * 19 + 20)
+    result = esm("variants", path, "--unknown", "X", "--measured", "fitness")
+    assert result.code == 2
+    assert "--measured fitness names a column; give the table of variants that has it" in result.error
 
 
 def test_columns_of_other_programs(esm_shared, wild_type, write, tmp_path):

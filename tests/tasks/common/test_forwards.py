@@ -14,7 +14,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
-from esm_turbo.tasks.common import forwards, memory
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.forwards import (
     ARMS,
     FROZEN,
@@ -28,7 +28,6 @@ from esm_turbo.tasks.common.forwards import (
     resolve_arm,
     single_row,
 )
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from tests.helpers.models import CLS, EOS, MASK, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -116,11 +115,6 @@ def test_a_cache_fixes_its_arm(compressed: TurboEsm, exact: TurboEsm) -> None:
                 resolve_arm(compressed, other, cache)
 
 
-def test_an_unknown_arm(exact: TurboEsm) -> None:
-    with pytest.raises(ValueError, match=r"`arm` must be one of \['full', 'frozen', 'turbo'\], got 'fast'"):
-        resolve_arm(exact, "fast")
-
-
 def test_tokens_per_batch() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert batch_tokens(7, "full", cpu) == batch_tokens(7, "turbo", cuda) == 7
@@ -163,12 +157,6 @@ def test_a_context_holds_the_given_tokens_as_the_arm_stores_them(compressed: Tur
         expected = compressed.model(torch.tensor([ids]), use_cache=True).past_key_values
     for mine, theirs in zip(turbo.layers, expected.layers, strict=True):
         assert all(torch.equal(mine.packed[name], tensor) for name, tensor in theirs.packed.items())
-
-
-def test_a_context_is_checked_against_the_free_memory(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
-    with pytest.raises(NotEnoughMemoryError, match="3 tokens at once need about"):
-        prefill_ids(exact, [CLS, 5, 6], "frozen")
 
 
 @pytest.mark.parametrize("sequences", [[], ["MKT", "MK"]])

@@ -1,4 +1,4 @@
-"""Contexts of the next piece of a screen are read while this one runs: when, and what failures and ends do."""
+"""Screens in pieces: contexts read ahead, failures, ends, and runs that continue, of candidates and of variants."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common import forwards, memory, row_engine
 from esm_turbo.tasks.common import pieces as pieces_module
-from esm_turbo.tasks.common import row_engine
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.pieces import InProcessRunner
 from esm_turbo.tasks.common.progress import silent
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.scoring.records import Candidate
 from esm_turbo.tasks.variants import records as variants
+from tests.helpers.shelf import Shelf
 
 PROTEINS = [
     ProteinRecord(str(number), residues)
@@ -31,58 +33,15 @@ Screen = Callable[..., Any]
 
 @pytest.fixture(params=["score", "variants"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """A screen of the proteins, a piece each; its results, which can be compared."""
+    """A screen of the proteins, a piece each."""
     monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
 
     def score(turbo: TurboEsm, arms: Sequence[Any] = ("turbo",), **options: Any) -> Any:
         if request.param == "score":
-            return list(scoring.score_records(turbo, PROTEINS, [CANDIDATE], arms, **options).rows())
-        return list(variants.score_records(turbo, PROTEINS, None, arms, **options).rows())
+            return scoring.score_records(turbo, PROTEINS, [CANDIDATE], arms, **options)
+        return variants.score_records(turbo, PROTEINS, None, arms, **options)
 
     return score
-
-
-class Shelf:
-    """A store of contexts in memory, which knows what it was asked for.
-
-    Attributes:
-        asked: tokens of all contexts that were looked up.
-        before: called with the number of each look-up, from 1, before it is answered.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, ...]] = []
-        self.before: Callable[[int], object] = lambda number: None
-        self._kept: dict[Any, TurboKVCache] = {}
-
-    def find(self, turbo: Any, token_ids: Sequence[Sequence[int]], config: TurboConfig, /) -> list[TurboKVCache | None]:
-        assert threading.current_thread() is not threading.main_thread()
-        return [self._find(tuple(ids), config) for ids in token_ids]
-
-    def _find(self, ids: tuple[int, ...], config: TurboConfig) -> TurboKVCache | None:
-        self.asked.append(ids)
-        self.before(len(self.asked))
-        found = self._kept.get((config.name, *ids))
-        return None if found is None else found.select(0)
-
-    def failing_at(self, protein: ProteinRecord, turbo: TurboEsm) -> Callable[[int], None]:
-        """For `before`: the contexts of a protein cannot be read."""
-        residues = turbo.codes.encode(protein.sequence, "a protein")
-
-        def fail(number: int) -> None:
-            if list(self.asked[-1][1 : 1 + len(residues)]) == residues:
-                raise OSError("the disk is gone")
-
-        return fail
-
-    def keep(self, turbo: Any, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: Any, /) -> None:
-        self._kept |= {(config.name, *ids): cache.select(row) for row, ids in enumerate(token_ids)}
-
-    def get_or_compute(self, turbo: Any, token_ids: Sequence[int], config: Any, compute: Any, /) -> TurboKVCache:
-        raise AssertionError("not one by one")
-
-    def get_or_prefill(self, turbo: Any, sequences: Sequence[str], /) -> TurboKVCache:
-        raise AssertionError("not of tokens")
 
 
 @pytest.fixture
@@ -134,7 +93,8 @@ def test_results_are_those_of_pieces_one_by_one(
 ) -> None:
     for _ in ("contexts are computed", "contexts are there"):
         with ContextStore(tmp_path / "one") as store, ContextStore(tmp_path / "other") as other:
-            assert screen(turbo, arms, store=store) == screen(turbo, arms, store=other, runner=OneByOne(turbo))
+            one_by_one = screen(turbo, arms, store=other, runner=OneByOne(turbo))
+            assert screen(turbo, arms, store=store) == one_by_one
 
 
 def test_the_next_piece_is_read_while_this_one_runs(
@@ -159,13 +119,76 @@ def test_a_read_that_fails_is_an_error_of_its_own_piece(
 ) -> None:
     before, expected = threads(), screen(turbo)
 
-    shelf.before = shelf.failing_at(PROTEINS[1], turbo)
+    def fail(number: int) -> None:
+        if shelf.asked_for(turbo, PROTEINS[1].sequence):
+            raise OSError("the disk is gone")
+
+    shelf.before = fail
     with pytest.raises(OSError, match="the disk is gone"):
         screen(turbo, store=shelf, journal=Journal(tmp_path))
     assert threads() == before
     shelf.before = lambda number: None
     assert screen(turbo, store=shelf, journal=(journal := Journal(tmp_path))) == expected
     assert journal.found == 1
+
+
+def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
+    turbo: TurboEsm, screen: Screen, shelf: Shelf, tmp_path: Path
+) -> None:
+    arms, sequences = ("turbo", "frozen"), [one.sequence for one in PROTEINS]
+    whole, totals = screen(turbo, arms, store=shelf), list[int]()
+
+    def stop(stage: str, done: int, total: int) -> None:
+        totals.append(total)
+        if done > total // len(PROTEINS):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        screen(turbo, arms, store=shelf, journal=Journal(tmp_path), progress=stop)
+    assert set(totals) == {2 * 3 * (20 if isinstance(whole, variants.VariantsRun) else len(CANDIDATE.sequence))}
+    shelf.asked.clear()
+    rest = screen(turbo, arms, store=shelf, journal=(journal := Journal(tmp_path)))
+    assert journal.found == 1 and rest == whole
+    assert [shelf.asked_for(turbo, one) for one in sequences] == [0, 2, 2]
+    # All of it is there, and nothing is computed again.
+    shelf.asked.clear()
+    assert screen(turbo, arms, store=shelf, journal=Journal(tmp_path)) == whole and shelf.asked == []
+    # Other options or arms are other runs.
+    for other, options in ((arms, {"refresh": 3}), (("frozen",), {}), (arms, {"toks_per_batch": 50})):
+        screen(turbo, other, store=shelf, journal=(journal := Journal(tmp_path)), **options)
+        assert journal.found == 0
+
+
+def test_what_failed_is_tried_again(
+    turbo: TurboEsm, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_bytes", lambda device: 10)
+        run = screen(turbo, journal=Journal(tmp_path))
+        assert [one.record for one in run.failed] == [one.id for one in PROTEINS] and run.results == []
+    run = screen(turbo, journal=Journal(tmp_path))
+    assert [one.record for one in run.results] == PROTEINS and run.failed == []
+
+
+@pytest.mark.parametrize("arm", ["turbo", "full"])
+def test_a_protein_that_does_not_fit_does_not_stop_the_others(
+    turbo: TurboEsm, screen: Screen, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    expected = screen(turbo, (arm,))
+
+    def small(model: object, tokens: int, **options: object) -> None:
+        if tokens > 30:
+            raise NotEnoughMemoryError(f"{tokens} tokens are too many")
+
+    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 2**17)
+    for module in (forwards, row_engine):
+        monkeypatch.setattr(module, "check_memory", small)
+    long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQLEERLGLI")
+    monkeypatch.setitem(globals(), "PROTEINS", [long, *PROTEINS])
+    run = screen(turbo, (arm,))
+    [failed] = run.failed
+    assert failed.record == "long" and failed.reason.endswith("tokens are too many")
+    assert [one.record for one in run.results] == [one.record for one in expected.results]
 
 
 def test_an_interruption_leaves_no_thread(
@@ -199,8 +222,11 @@ def test_pieces_that_share_a_context_compute_it_once(
         return original(turbo, rows, config)
 
     monkeypatch.setattr(row_engine, "prefill_rows", counted)
-    candidates = [Candidate(str(number), residues) for number, residues in enumerate(["ACDEF", "GGGSG", "WTCWT"])]
+    candidates = [Candidate(residues, residues) for residues in ["ACDEF", "GGG", "WTCW"]]
     with ContextStore(tmp_path / "store") as store:
-        run = scoring.score_records(turbo, PROTEINS[:1], candidates, ["turbo"], store=store)
-    assert [len(one.candidates) for one in run.results] == [3]
+        run = scoring.score_records(turbo, PROTEINS[:1], candidates, ["turbo"], store=store, place="empty")
+    [result] = run.results
+    # In their order, though the shortest run first.
+    assert list(result.candidates) == candidates
+    assert [one.candidate for one in result.scores["turbo"].scores] == ["ACDEF", "GGG", "WTCW"]
     assert computed == [1]

@@ -15,11 +15,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import BadRecord, FastaError, ProteinRecord
-from esm_turbo.tasks.common import forwards
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError
-from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
-from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs
 from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, read_pairs, score_records
 from esm_turbo.tasks.scoring.score import Scores, TargetRows
 from tests.helpers.scores import assert_close
@@ -118,23 +114,12 @@ def test_every_candidate_on_its_targets_in_every_arm(turbo: TurboEsm) -> None:
     total = 2 * (8 + 13)
     assert calls[-1] == ("score", total, total)
     assert {(stage, whole) for stage, _, whole in calls} == {("score", total)}
-    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
 
 
 def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) -> None:
     [result] = score_records(turbo, TARGETS[:1], CANDIDATES[:2], ["frozen", "turbo"]).results
     assert (result.reference, set(result.agreement)) == ("frozen", {"turbo"})
-
-
-def test_a_target_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(model: object, tokens: int, **options: object) -> None:
-        if tokens > 18:
-            raise NotEnoughMemoryError("too large")
-
-    monkeypatch.setattr(forwards, "check_memory", small)
-    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"])
-    assert [(one.record, one.reason) for one in run.failed] == [("one", "too large")]
-    assert [result.target.id for result in run.results] == ["two"]
 
 
 def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,50 +180,10 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
     assert len(rows) == 8 and {(row["candidate"], row["assay"]) for row in rows} == {("a", "'=x"), ("b", "y")}
 
 
-def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
-    turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A piece per target: a quarter of this.
-    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 3200)
-    whole = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
-    computed: list[str] = []
-    original = ScoreTask.rows
-
-    def watched(self: ScoreTask, turbo: TurboEsm, item: TargetPairs, arm: Arm) -> TargetRows:
-        computed.append(item.sequence)
-        return original(self, turbo, item, arm)
-
-    def stop(stage: str, done: int, total: int) -> None:
-        if done > 2 * 8:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ScoreTask, "rows", watched)
-    with pytest.raises(KeyboardInterrupt):
-        score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"], journal=Journal(tmp_path), progress=stop)
-    computed.clear()
-    journal = Journal(tmp_path)
-    rest = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"], journal=journal)
-    assert set(computed) == {TARGETS[1].sequence}
-    assert journal.found == 1
-    assert list(rest.rows()) == list(whole.rows())
-    # Other settings, arms, candidates or targets are other runs.
-    for changed in (
-        lambda journal: score_records(turbo, TARGETS, CANDIDATES, ["turbo"], refresh=3, journal=journal),
-        lambda journal: score_records(turbo, TARGETS, CANDIDATES, ["frozen"], journal=journal),
-        lambda journal: score_records(turbo, TARGETS, CANDIDATES[:1], ["turbo", "frozen"], journal=journal),
-    ):
-        changed(journal := Journal(tmp_path))
-        assert journal.found == 0
-
-
-def test_a_target_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(forwards, "available_bytes", lambda device: 10)
-        patch.setattr("esm_turbo.tasks.common.memory.available_bytes", lambda device: 10)
-        run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
-        assert [one.record for one in run.failed] == ["one", "two"]
-    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
-    assert [one.target.id for one in run.results] == ["one", "two"]
+def test_other_candidates_are_another_run(turbo: TurboEsm, tmp_path: Path) -> None:
+    score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
+    score_records(turbo, TARGETS, CANDIDATES[:1], ["turbo"], journal=(journal := Journal(tmp_path)))
+    assert journal.found == 0
 
 
 @pytest.mark.parametrize(

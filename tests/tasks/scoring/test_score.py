@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common import forwards, memory
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK
@@ -88,16 +85,6 @@ def test_frozen_is_the_independent_computation(
     assert_close(ours, independent(turbo, mini_frozen, place, refresh, candidates=candidates))
     assert (ours.arm, ours.preset, ours.place) == ("frozen", "exact", place)
     assert ours.refresh == min(refresh, len(TARGET))
-
-
-def test_the_independent_computation_can_fail(turbo: TurboEsm, mini_frozen: FrozenEsm2) -> None:
-    candidates = CANDIDATES[:1]
-    ours = log_probabilities(turbo.score(TARGET, candidates, arm="frozen", refresh=3))
-    for place, refresh in (("empty", 3), ("masked", 2), ("masked", 4)):
-        other = torch.tensor(
-            independent(turbo, mini_frozen, place, refresh, candidates=candidates), dtype=torch.float64
-        )
-        assert (ours - other).abs().max() > 20 * TOLERANCE
 
 
 @pytest.mark.parametrize("place", ["masked", "empty"])
@@ -187,6 +174,8 @@ def test_statistics_of_a_score() -> None:
     assert one.pseudo_perplexity == pytest.approx(4, rel=1e-12)
     assert one.is_finite()
     assert not CandidateScore("AC", (math.nan, -1.0)).is_finite()
+    unlikely = CandidateScore("A", (-800.0,))
+    assert unlikely.is_finite() and unlikely.pseudo_perplexity == math.inf
     scores = Scores((one, CandidateScore("GG", (-0.1, -0.1)), one), "turbo", "turbo3", "masked", 8, "m")
     assert scores.ranking() == [1, 0, 2]
     assert scores.agreement(scores).to_dict() == {
@@ -222,50 +211,6 @@ def test_half_precision_scores_are_finite_and_near(turbo: TurboEsm) -> None:
     assert (ours - log_probabilities(turbo.score(TARGET, CANDIDATES))).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize(
-    ("target", "candidates", "message"),
-    [
-        ("", ["A"], "the target: holds no residues"),
-        ("MK1T", ["A"], "the target: position 3 is '1'"),
-        (TARGET, [], "`candidates` must hold at least one"),
-        (TARGET, ["ACD", ""], "candidate 2: holds no residues"),
-        (TARGET, ["ACD", "AC-D"], "candidate 2: position 3 is '-'"),
-        (TARGET, ["AC<mask>D"], "candidate 1: holds a <mask>"),
-    ],
-)
-def test_invalid_sequences(turbo: TurboEsm, target: str, candidates: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        turbo.score(target, candidates)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"arm": "fast"}, r"`arm` must be one of \['full', 'frozen', 'turbo'\], got 'fast'"),
-        ({"place": "alone"}, r"`place` must be one of \['masked', 'empty'\], got 'alone'"),
-        ({"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
-        ({"refresh": 1.5}, "`refresh` must be an integer of at least 0, got 1.5"),
-        ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
-        ({"store": 5}, "`store` must be a ContextStore, got a int$"),
-    ],
-)
-def test_invalid_options(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        turbo.score(TARGET, CANDIDATES, **options)
-
-
-def test_a_model_without_a_calibration_scores_frozen_unless_told_otherwise(turbo: TurboEsm) -> None:
-    bare = TurboEsm.from_pretrained(calibration=False, device="cpu")
-    assert bare.score(TARGET, "ACD") == turbo.score(TARGET, "ACD", arm="frozen")
-    with pytest.raises(
-        ValueError, match=r"needs a calibration .*--calibration auto\); .* the arms 'frozen' and 'full'"
-    ):
-        bare.score(TARGET, "ACD", arm="turbo")
-    bare.model.set_turbo(preset="turbo2")
-    with pytest.raises(ValueError, match="preset 'turbo2' needs a calibration"):
-        bare.score(TARGET, "ACD")
-
-
 def test_a_decoded_context_gives_the_same_scores(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_DECODED_FROM", {})
     packed = turbo.score(TARGET, CANDIDATES)
@@ -275,29 +220,44 @@ def test_a_decoded_context_gives_the_same_scores(turbo: TurboEsm, monkeypatch: p
     assert 0 < (log_probabilities(decoded) - log_probabilities(packed)).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
-def test_a_lack_of_memory_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**20)
-    with pytest.raises(NotEnoughMemoryError, match=r"\d+ tokens at once need about \d+ MiB .* 1 MiB are free on cpu"):
-        turbo.score(TARGET * 4, "ACD", arm=arm)
+def test_the_best_are_scored_again_exactly(turbo: TurboEsm) -> None:
+    full = turbo.score(TARGET, CANDIDATES, arm="full")
+    calls: list[str] = []
+    for target in (TARGET, turbo.prefill(TARGET)):
+        calls.clear()
+        found = turbo.score(target, CANDIDATES, rescore=2, progress=lambda stage, *_: calls.append(stage))
+        best = found.ranking()[:2]
+        assert found.rescored is not None and sorted(found.rescored) == sorted(best)
+        for index, one in found.rescored.items():
+            assert one.pseudo_perplexity == pytest.approx(full.scores[index].pseudo_perplexity, rel=1e-4)
+        cells = {row[0]: row[-2:] for row in found.rows()}
+        ranked = sorted(best, key=lambda index: full.scores[index].pseudo_perplexity)
+        assert [cells[CANDIDATES[index]][1] for index in ranked] == [1, 2]
+        assert sum(cell == (None, None) for cell in cells.values()) == 3
+        assert found.columns()[-2:] == ["full_pseudo_perplexity", "full_rank"]
+        assert list(dict.fromkeys(calls)) == ["score", "rescore"]
+        assert Scores.from_dict(found.to_dict()) == found
+    for scores in turbo.score_pairs([TARGET, "MKLLV"], CANDIDATES, rescore=1, sort_by="specificity").scores:
+        assert scores is not None and scores.rescored is not None
+        [(index, one)] = scores.rescored.items()
+        assert index == scores.ranking("specificity")[0]
+        assert one.background is not None and one.background == scores.scores[index].background
 
 
-def test_a_long_target_warns_once(turbo: TurboEsm) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        turbo.score("ACDEFGHIKL" * 103, "AC")
-    assert [one.category for one in caught] == [LongProteinWarning]
-    assert caught[0].filename == __file__
-
-
-def test_a_perplexity_that_overflows_is_infinite() -> None:
-    score = CandidateScore("A", (-800.0,))
-    assert score.is_finite() and score.pseudo_perplexity == float("inf")
-
-
-def test_caches_that_do_not_suit_the_options(turbo: TurboEsm) -> None:
+def test_caches_that_do_not_suit(turbo: TurboEsm) -> None:
     cache = turbo.prefill(TARGET)
     with pytest.raises(ValueError, match="is for arm 'turbo', not 'full'"):
         turbo.score(cache, CANDIDATES, arm="full")
     with pytest.raises(ValueError, match="`place` must be 'empty', got 'masked'"):
         turbo.score(cache, CANDIDATES, place="masked")
+    cut = turbo.prefill("M")
+    cut.crop(1)
+    with torch.no_grad():
+        ended = turbo.model(torch.tensor([[CLS, 5, EOS]]), use_cache=True).past_key_values
+    for wrong, message in (
+        (turbo.prefill([TARGET] * 2), "a target must be a cache of one row, this one has 2"),
+        (cut, "holds no residues: prefill a target first"),
+        (ended, "holds an <eos>"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            turbo.score(wrong, CANDIDATES)

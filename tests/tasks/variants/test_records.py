@@ -16,9 +16,8 @@ from torch import Tensor
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
-from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common import forwards, memory, row_engine
+from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants import score
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
@@ -197,7 +196,7 @@ def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> Non
     assert_variants_close(second.scores["turbo"], turbo.score_variants(OTHER.sequence, ["G101A"], first_position=101))
     # Five positions of the first protein and one of the second, in two arms.
     assert calls[-1] == ("score", 12, 12)
-    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
     turbo_scores, full_scores = (first.scores[arm].values for arm in ("turbo", "full"))
     measured = spearmanr([turbo_scores[i] for i in (0, 1, 3)], [0.5, -1.0, 2.0]).statistic
     assert first.against_measured("turbo") == pytest.approx(measured)
@@ -215,9 +214,9 @@ def test_parts_of_a_protein_are_joined(turbo: TurboEsm, monkeypatch: pytest.Monk
     sizes = []
     run_parts = VariantsTask.parts
 
-    def parts(task: VariantsTask, item: WildType, limit: int) -> list[WildType]:
-        found = run_parts(task, item, task.tokens(item) * 2 // len(item.variants or "?"))
-        sizes.extend(len(one.variants or ()) for one in found)
+    def parts(task: VariantsTask, item: WildType, limit: int, *, sharded: bool) -> list[Any]:
+        found = list(run_parts(task, item, task.tokens(item) * 2 // len(item.variants or "?"), sharded=sharded))
+        sizes.extend(len(one.variants or ()) for one, _ in found)
         return found
 
     monkeypatch.setattr(VariantsTask, "parts", parts)
@@ -283,22 +282,6 @@ def test_the_table_has_a_column_per_arm_and_those_of_the_input(turbo: TurboEsm, 
 
 
 @pytest.mark.parametrize("arm", ["turbo", "full"])
-def test_a_protein_that_does_not_fit_does_not_stop_the_others(
-    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: Arm
-) -> None:
-    def small(model: object, tokens: int, **options: object) -> None:
-        if tokens > 10:
-            raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9 GiB")
-
-    long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQ")
-    for module in (forwards, row_engine):
-        monkeypatch.setattr(module, "check_memory", small)
-    run = score_records(turbo, [long, WILD_TYPE], None, [arm])
-    assert run.failed == [BadRecord("long", "24 tokens at once need about 9 GiB")]
-    assert [one.wild_type.id for one in run.results] == ["wt"]
-
-
-@pytest.mark.parametrize("arm", ["turbo", "full"])
 def test_a_protein_that_does_not_fit_is_refused_before_its_variants_are_named(
     turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: Arm
 ) -> None:
@@ -309,88 +292,18 @@ def test_a_protein_that_does_not_fit_is_refused_before_its_variants_are_named(
     assert run.results == [] and "24 tokens at once need about" in failed.reason
 
 
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The residues of all proteins that are scored from here on."""
-    found: list[str] = []
-    original = VariantsTask.rows
-
-    def watched(self: VariantsTask, turbo: TurboEsm, item: WildType, arm: Arm) -> ProteinRows:
-        found.append(item.sequence)
-        return original(self, turbo, item, arm)
-
-    monkeypatch.setattr(VariantsTask, "rows", watched)
-    return found
-
-
-def test_proteins_share_pieces_and_batches(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[int]] = []
-    original = row_engine.log_probabilities
-
-    def watched(*arguments: object, **options: object) -> object:
-        calls.append(list(options.get("context_index", ())))  # type: ignore[call-overload]
-        return original(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(row_engine, "log_probabilities", watched)
-    run = score_records(turbo, [WILD_TYPE, OTHER], None, ["turbo"])
-    assert [one.wild_type.id for one in run.results] == ["wt", OTHER.id]
-    [index] = calls
-    assert len(index) == len(WILD_TYPE.sequence) + len(OTHER.sequence)
-    assert len(set(index)) == 2
-
-
-def test_a_run_that_was_stopped_continues(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A piece per protein.
-    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1)
-    variants = [*(replace(one, protein="wt") for one in VARIANTS), MeasuredVariant("G101A", protein=OTHER.id)]
-    proteins, both = [WILD_TYPE, OTHER], ["turbo", "frozen"]
-    whole = score_records(turbo, proteins, variants, both)
-    found = computed(monkeypatch)
-
-    def stop(stage: str, done: int, total: int) -> None:
-        # Five positions of the first protein, in two arms.
-        if done > 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score_records(turbo, proteins, variants, both, journal=Journal(tmp_path), progress=stop)
-    found.clear()
-    journal = Journal(tmp_path)
-    rest = score_records(turbo, proteins, variants, both, journal=journal)
-    assert (set(found), journal.found) == ({OTHER.sequence}, 1)
-    assert rest.results == whole.results
-    # All of it is there, and nothing is computed again.
-    found.clear()
-    assert score_records(turbo, proteins, variants, both, journal=Journal(tmp_path)).results == whole.results
-    assert found == []
-    # Other options, arms, positions or variants are other runs.
-    for changed in (
-        lambda journal: score_records(turbo, proteins, variants, both, refresh=3, journal=journal),
-        lambda journal: score_records(turbo, proteins, variants, both, method="wild_type", journal=journal),
-        lambda journal: score_records(turbo, proteins, variants, ["frozen"], journal=journal),
-        lambda journal: score_records(turbo, proteins, variants[:1], both, journal=journal),
-        lambda journal: score_records(turbo, proteins, None, both, journal=journal),
-    ):
-        changed(journal := Journal(tmp_path))
-        assert journal.found == 0
-
-
-def test_all_single_substitutions_are_kept_with_their_positions(turbo: TurboEsm, tmp_path: Path) -> None:
-    first = score_records(turbo, [OTHER], None, ["turbo"], journal=Journal(tmp_path))
-    again = score_records(turbo, [OTHER], None, ["turbo"], journal=(journal := Journal(tmp_path)))
-    assert journal.found == 1
-    assert again.results == first.results
-    assert list(again.rows()) == list(first.rows())
-    score_records(turbo, [OTHER], None, ["turbo"], first_position=7, journal=(journal := Journal(tmp_path)))
-    assert journal.found == 0
-
-
-def test_a_protein_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "available_bytes", lambda device: 10)
-        run = score_records(turbo, [WILD_TYPE], None, ["turbo"], journal=Journal(tmp_path))
-        assert [one.record for one in run.failed] == ["wt"]
-    run = score_records(turbo, [WILD_TYPE], None, ["turbo"], journal=Journal(tmp_path))
-    assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
+def test_results_that_are_kept_are_of_the_same_variants(turbo: TurboEsm, tmp_path: Path) -> None:
+    calls: list[tuple[ProteinRecord, list[MeasuredVariant] | None, dict[str, Any]]] = [
+        (OTHER, None, {}),
+        (OTHER, None, {"first_position": 7}),
+        (OTHER, None, {"method": "wild_type"}),
+        (WILD_TYPE, VARIANTS, {}),
+        (WILD_TYPE, VARIANTS[:1], {}),
+    ]
+    for found in (0, 1):
+        for protein, variants, options in calls:
+            score_records(turbo, [protein], variants, ["turbo"], journal=(journal := Journal(tmp_path)), **options)
+            assert journal.found == found
 
 
 def test_a_variant_in_place_of_a_file_is_told_where_to_go():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,6 @@ from hypothesis import strategies as st
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm
-from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common import memory
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.variants.score import VariantScores
 from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -225,42 +220,3 @@ def test_progress_counts_every_position_once(turbo: TurboEsm) -> None:
     calls: list[tuple[str, int, int]] = []
     turbo.score_variants(WILD_TYPE, VARIANTS, toks_per_batch=20, progress=lambda *call: calls.append(call))
     assert calls == [("score", done, 4) for done in (2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("wild_type", "options", "message"),
-    [
-        ("", {}, "the wild type: holds no residues"),
-        ("MK-T", {}, "the wild type: position 3 is '-'"),
-        ("MK<mask>T", {}, "the wild type holds a <mask>"),
-        (WILD_TYPE, {"variants": []}, "`variants` must hold at least one"),
-        (WILD_TYPE, {"method": "both"}, r"`method` must be one of \['masked', 'wild_type', 'pseudo_perplexity'\], got"),
-        (WILD_TYPE, {"arm": "fast"}, "`arm` must be one of"),
-        (WILD_TYPE, {"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
-        (WILD_TYPE, {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
-        (WILD_TYPE, {"store": Path("a/b")}, r"`store` must be a ContextStore, got a .*ContextStore\('a.b'\)"),
-    ],
-)
-def test_invalid_arguments(turbo: TurboEsm, wild_type: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        turbo.score_variants(wild_type, **options)
-
-
-@pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
-def test_a_lack_of_memory_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
-    with pytest.raises(NotEnoughMemoryError, match=r"30 tokens at once need about \d+ MiB"):
-        turbo.score_variants(WILD_TYPE, VARIANTS, arm=arm)
-
-
-def test_a_long_protein_warns_once(turbo: TurboEsm) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        turbo.score_variants("ACDEFGHIKL" * 103, "A1C")
-    assert [one.category for one in caught] == [LongProteinWarning]
-    assert caught[0].filename == __file__
-
-
-def test_a_variant_that_does_not_fit(turbo: TurboEsm) -> None:
-    with pytest.raises(ValueError, match="'K1A': residue 1 is M"):
-        turbo.score_variants(WILD_TYPE, ["M1A", "K1A"])

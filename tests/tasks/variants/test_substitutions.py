@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, RESIDUES, STANDARD_RESIDUES
+from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
 from esm_turbo.tasks.variants.substitutions import (
     MisnumberedError,
     Substitution,
-    Substitutions,
     all_substitutions,
+    every_substitution,
     has_indel,
     mutated,
     parse_variant,
+    parse_variants,
     parts_of,
     short_form,
 )
@@ -63,9 +64,6 @@ def test_notations_of_substitutions_insertions_and_deletions(variant: str, resid
     assert has_indel(variant) == any(one in short for one in ("del", "dup", "ins"))
     if not has_indel(variant):
         assert parse_variant(variant, "MKTAYIAK") == parse_variant(short, "MKTAYIAK")
-        assert described(Substitutions.parse([variant], "MKTAYIAK")) == described(
-            Substitutions.parse([short], "MKTAYIAK")
-        )
 
 
 @pytest.mark.parametrize(
@@ -124,6 +122,10 @@ def test_the_order_of_all_substitutions() -> None:
         ("M1J", "'M1J': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got J"),
         ("M1x", "'M1x': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got X"),
         ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
+        (f"M{10**30}A", f"'M{10**30}A': position {10**30} lies outside the protein"),
+        # Letters that only fold to residues.
+        ("M1\u017f", "'M1\u017f' is not a variant"),
+        ("\u212a1A", "'\u212a1A' is not a variant"),
     ],
 )
 def test_invalid_variants(variant: str, message: str) -> None:
@@ -132,7 +134,7 @@ def test_invalid_variants(variant: str, message: str) -> None:
     assert str(caught.value).startswith(message)
     # The first bad one of many is named.
     with pytest.raises(ValueError) as caught:
-        Substitutions.parse(["M1A:K2C", variant, "", "A4C"], WILD_TYPE)
+        parse_variants(["M1A:K2C", variant, "", "A4C"], WILD_TYPE)
     assert str(caught.value).startswith(message)
 
 
@@ -154,50 +156,17 @@ def test_invalid_variants(variant: str, message: str) -> None:
 )
 def test_the_likely_cause_of_variants_that_do_not_fit(variants: list[str], cause: str) -> None:
     with pytest.raises(MisnumberedError) as caught:
-        Substitutions.parse(variants, WILD_TYPE)
+        parse_variants(variants, WILD_TYPE)
     assert cause in str(caught.value)
     assert str(caught.value).startswith(f"{caught.value.found}; ")
 
 
-def described(table: Substitutions) -> list[tuple[int, Substitution]]:
-    return [
-        (variant, Substitution(*one))
-        for variant, *one in zip(
-            table.variant.tolist(), table.wild_type.tolist(), table.index.tolist(), table.mutant.tolist(), strict=True
-        )
-    ]
+@given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
+def test_every_substitution_has_a_name(wild_type: str, first_position: int) -> None:
+    names = all_substitutions(wild_type, first_position)
+    parsed = [one for own in parse_variants(names, wild_type, first_position) for one in own]
+    assert parsed == list(every_substitution(wild_type))
 
 
-@given(st.data(), st.integers(-10, 500))
-def test_many_variants_are_parsed_like_one(data: st.DataObject, first_position: int) -> None:
-    positions = st.lists(st.integers(0, len(WILD_TYPE) - 1), min_size=1, max_size=3, unique=True)
-    chosen = data.draw(st.lists(positions, max_size=5))
-    letters = data.draw(st.text(PARTICULAR_RESIDUES + PARTICULAR_RESIDUES.lower(), min_size=15, max_size=15))
-    mutants = iter(letters)
-    names = [":".join(f" {WILD_TYPE[i]}{i + first_position}{next(mutants)}" for i in own) for own in chosen]
-    expected = [
-        (number, one) for number, name in enumerate(names) for one in parse_variant(name, WILD_TYPE, first_position)
-    ]
-    assert described(Substitutions.parse(names, WILD_TYPE, first_position)) == expected
-
-
-@given(st.text(RESIDUES, min_size=1, max_size=5))
-def test_all_substitutions_without_their_names(wild_type: str) -> None:
-    parsed = Substitutions.parse(all_substitutions(wild_type), wild_type)
-    assert described(Substitutions.all(wild_type)) == described(parsed)
-
-
-@pytest.mark.parametrize("letter", ["\u017f", "\u212a"])
-def test_letters_that_only_fold_to_residues_are_refused(letter: str) -> None:
-    for parse in (parse_variant, lambda name, wild_type: Substitutions.parse([name], wild_type)):
-        with pytest.raises(ValueError, match="is not a variant"):
-            parse(f"S1{letter}", "SK")
-
-
-def test_positions_of_any_length() -> None:
-    with pytest.raises(ValueError, match="lies outside the protein"):
-        Substitutions.parse([f"M{10**30}A"], WILD_TYPE)
-    wild, mutant = WILD_TYPE[0], "A" if WILD_TYPE[0] != "A" else "G"
-    parsed = Substitutions.parse([f"{wild}{'0' * 30}1{mutant}"], WILD_TYPE)
-    assert parsed.index.tolist() == [0]
-    assert [parsed.wild_type[0], parsed.mutant[0]] == [wild, mutant]
+def test_positions_may_begin_with_zeros() -> None:
+    assert parse_variant(f"m{'0' * 30}1a", WILD_TYPE) == [Substitution("M", 0, "A")]

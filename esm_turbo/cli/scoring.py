@@ -1,0 +1,95 @@
+"""Steps that `esm-turbo score` and `esm-turbo variants` share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.inputs import check_minimum, list_bad, opened_store, outcome
+from esm_turbo.cli.parallel import Spread
+from esm_turbo.cli.pictures import save_plot
+from esm_turbo.cli.report import failures
+from esm_turbo.cli.sharding import Sharding
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+
+if TYPE_CHECKING:
+    from esm_turbo.files.journal import Journal
+    from esm_turbo.tasks.common.options import Arm
+    from esm_turbo.tasks.common.record_results import RecordRun
+    from esm_turbo.tasks.common.run_info import RunInfo
+    from esm_turbo.turbo_esm import TurboEsm
+
+
+def check_options(
+    arm: tuple[Arm, ...] | None, refresh: int, top: int | None, toks_per_batch: int | None, **positive: int | None
+) -> None:
+    """Check options of these names, and others that are at least 1.
+
+    Raises:
+        ValueError: one is too small, or no arm is named.
+    """
+    check_minimum(0, refresh=refresh, top=top)
+    check_minimum(1, toks_per_batch=toks_per_batch, **positive)
+    if arm == ():
+        raise ValueError("--arm must name at least one arm")
+
+
+@contextlib.contextmanager
+def running(
+    spread: Spread[Any], turbo: TurboEsm, store: Path | None, journal: Journal | None, units: str
+) -> Iterator[dict[str, Any]]:
+    """Where records are scored, and what is kept of it: arguments of `score_records`."""
+    opened = opened_store(store, turbo, alone=spread.devices is None)
+    with opened as contexts, spread.runner() as runner, progress_bar(units) as progress:
+        yield {"store": contexts, "runner": runner, "progress": progress, "journal": journal}
+
+
+def conclude(
+    run: RecordRun[Any],
+    used: RunInfo,
+    sharding: Sharding,
+    records: Sequence[ProteinRecord],
+    bad: Sequence[tuple[Path | None, Sequence[BadRecord]]],
+    report: Sequence[object],
+    noun: str,
+    *,
+    plot: Path | None,
+    json: str | None,
+    more: Mapping[str, Any] | None = None,
+) -> int:
+    """Draw, list and print what a run has found, whose table is written; returns the exit code.
+
+    Args:
+        run: its results.
+        used: what it used.
+        sharding: of its output.
+        records: all that could be read, in the order of their file.
+        bad: records that could not be read, by their file; that of `records` first.
+        report: what is printed.
+        noun: for a row of the table.
+        plot: where its picture goes.
+        json: where its JSON goes.
+        more: what else it used, for the JSON.
+    """
+    (path, unread), *others = bad
+    listed = [(path, [*unread, *run.failed]), *others]
+    failed = [one for _, own in listed for one in own]
+    sharding.finish(used, failed, *run.places(records))
+    if plot is not None:
+        from esm_turbo.pictures.sheets import sheets_of
+
+        save_plot(plot, sheets_of(run, used))
+    for source, own in listed:
+        if source is not None:
+            list_bad(source, own)
+    result = {
+        "run": used.to_dict() | dict(more or {}),
+        "results": [one.to_dict() for one in run.results],
+        "failed": failures(failed),
+    }
+    rows = sum(1 for one in run.results for _ in one.given())
+    show(*report, *outcome(rows, noun, sharding.out, failed), to_json=json, result=result)
+    return sharding.exit_code(failed)
