@@ -95,11 +95,11 @@ def embed(
     check_minimum(1, truncation_seq_length=truncation_seq_length, toks_per_batch=toks_per_batch)
     if store is not None and "cache" not in include:
         raise ValueError("--store keeps compressed caches; give --include cache as well")
-    from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
+    from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS
     from esm_turbo.tasks.embedding.windows import Windows
 
-    if format in ONE_FILE_KINDS:
-        ONE_FILE_KINDS[format].check(sharding.out, include)
+    if format in ONE_FILE_FORMATS:
+        ONE_FILE_FORMATS[format].check(sharding.out, include)
     windows = Windows.of(window, overlap, memory)
     good, bad = read_proteins(proteins, letters)
     colours = None

@@ -49,13 +49,16 @@ class Entry:
 
     Attributes:
         arrays: its results.
-        key: hash of the sequence and the settings, see `PartFiles.key`; empty if the file has none.
+        key: hash of the sequence and the settings, see `PartFiles.key`; empty if it is damaged, None if the format has
+            none.
         residues: of the whole sequence; 0 if the file does not say.
+        name: the hash of its sequence, or its label.
     """
 
     arrays: Arrays
-    key: str = ""
+    key: str | None = ""
     residues: int = 0
+    name: str = ""
 
 
 def sequence_hash(sequence: str) -> str:
@@ -127,8 +130,12 @@ class PartFiles:
                     torch.save(metadata | results, buffer)
                     temporary.write_bytes(buffer.getbuffer())
                 else:
-                    own = metadata | {"residues": len(record.sequence)}
-                    write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), own)
+                    write_embedding(temporary, embedding.tensors(), metadata | {"residues": len(record.sequence)})
+
+
+def write_embedding(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write an embedding in safetensors format, see `read_embedding`."""
+    write_artifact(path, "embedding", FORMAT_VERSION, tensors, metadata)
 
 
 def read_entry(path: Path) -> Entry:
@@ -143,7 +150,7 @@ def read_entry(path: Path) -> Entry:
     else:
         metadata, tensors = read_embedding(path)
     arrays = {name: tensor.float().numpy() for name, tensor in tensors.items()}
-    return Entry(arrays, str(metadata.get("key", "")), metadata.get("residues", 0))
+    return Entry(arrays, str(metadata.get("key", "")), metadata.get("residues", 0), path.stem)
 
 
 def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

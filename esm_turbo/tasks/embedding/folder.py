@@ -24,7 +24,6 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
 from esm_turbo.tasks.embedding.files import (
     CACHE_SUFFIX,
-    Entry,
     PartFiles,
     SameSequence,
     check_same_settings,
@@ -36,31 +35,6 @@ from esm_turbo.tasks.embedding.index import EmbeddingIndex
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-
-class EmbeddingFolder:
-    """A folder of embeddings, open for reading. Its entries are files.
-
-    Attributes:
-        settings: of the embeddings.
-
-    Raises:
-        ValueError: the settings are damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.settings = path, read_settings(path)
-
-    def names(self) -> dict[str, str]:
-        """The entry of each identifier, in the order of the index."""
-        return {identifier: name for identifier, _, name, _ in EmbeddingIndex(self.path / INDEX_FILE).rows}
-
-    def read(self, name: str) -> Entry:
-        """An entry."""
-        return read_entry(self.path / name)
-
-    def close(self) -> None:
-        """As of an `EmbeddingFile`."""
 
 
 class FolderWriter:

@@ -2,7 +2,8 @@
 
 An entry is a data set if one result is requested, and otherwise a group of data sets. Its attribute `original_id` is
 the protein's identifier; `other_ids` lists further proteins with the same sequence; `key` is a hash of the sequence and
-the settings, as in the other formats; `sha256` is a checksum of its content.
+the settings, as in the other formats; `sha256` is a checksum of its content. The functions are those of a
+`OneFileFormat`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,103 +24,113 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.extras import import_extra
 from esm_turbo.files.kinds import is_h5
 from esm_turbo.tasks.embedding.files import Arrays, Entry
-from esm_turbo.tasks.embedding.one_file import EmbeddingFile
 from esm_turbo.tasks.embedding.request import RESULT_NAMES
 
+in_order = False
 
-class H5File(EmbeddingFile):
-    """Embeddings in HDF5, see `EmbeddingFile`."""
 
-    in_order = False
+def check(out: Path, include: Sequence[str]) -> None:
+    """Check that a file may be written, and holds these results."""
+    h5py()
+    if "cache" in include:
+        raise ValueError("caches cannot be stored in an HDF5 file: use `format` safetensors or pt")
+    if out.exists() and out.stat().st_size and not is_h5(out):
+        raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
-    def __init__(self, path: Path, joined: int = 1) -> None:
-        self.path = path
-        self._open_file: Any = None
-        with _damage(path):
-            try:
-                self.settings = json.loads(self._file.attrs["settings"])
-            except (KeyError, ValueError, TypeError):
-                self.close()
-                raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file") from None
 
-    @property
-    def _file(self) -> Any:
-        if self._open_file is None:
-            self._open_file = h5py().File(self.path, "r")
-        return self._open_file
-
-    def names(self) -> dict[str, str]:
-        names: dict[str, str] = {}
-        with _damage(self.path):
-            for name in self._file:
-                try:
-                    attributes = self._file[name].attrs
-                    names |= dict.fromkeys([attributes["original_id"], *attributes.get("other_ids", [])], name)
-                except MemoryError:
-                    raise
-                # A damaged structure can make h5py raise almost any exception; `holds` finds the entry.
-                except Exception:
-                    continue
-        return names
-
-    def holds(self, name: str, key: str) -> bool | None:
+def settings(path: Path) -> dict[str, Any]:
+    """The settings of the embeddings in a file."""
+    with _opened(path) as file:
         try:
-            if name not in self._file:
-                return None
-            attributes = self._file[name].attrs
-            return bool(attributes["key"] == key and attributes["sha256"] == _digest(self.read(name).arrays))
-        except MemoryError:
-            raise
-        except Exception:
-            # As for `names`.
-            return False
+            found: dict[str, Any] = json.loads(file.attrs["settings"])
+        except (KeyError, ValueError, TypeError):
+            raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file") from None
+    return found
 
-    def read(self, name: str) -> Entry:
-        entry = self._file[name]
-        arrays: Arrays = {}
 
-        def visit(path: str, node: Any) -> None:
-            if isinstance(node, h5py().Dataset):
-                arrays[path.replace("/", ".")] = node[()]
+def read(path: Path, joined: int = 1) -> Iterator[tuple[list[str], Entry]]:
+    """Yield the entries of a file with their identifiers; damaged ones without results and key."""
+    with _opened(path) as file:
+        for name in file:
+            identifiers, entry = [], Entry({}, name=name)
+            try:
+                attributes = file[name].attrs
+                identifiers, arrays = _identifiers(file[name]), _arrays(file, name)
+                if attributes["sha256"] == _digest(arrays):
+                    entry = Entry(arrays, str(attributes["key"]), name=name)
+            except MemoryError:
+                raise
+            # A damaged structure can make h5py raise almost any other exception.
+            except Exception:
+                pass
+            yield identifiers, entry
 
-        if isinstance(entry, h5py().Dataset):
-            [kind], [*_, layer] = self.settings["include"], self.settings["repr_layers"]
-            arrays[f"{RESULT_NAMES[kind]}{'' if kind == 'contacts' else f'.{layer}'}"] = entry[()]
-        else:
-            entry.visititems(visit)
-        return Entry(arrays, str(entry.attrs.get("key", "")))
 
-    def close(self) -> None:
-        if self._open_file is not None:
-            self._open_file.close()
-        self._open_file = None
+def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
+    """Yield the results of entries in the order of their names."""
+    with _opened(path) as file:
+        for name in names:
+            yield _arrays(file, name)
 
-    @staticmethod
-    def check(out: Path, include: Sequence[str]) -> None:
-        h5py()
-        if "cache" in include:
-            raise ValueError("caches cannot be stored in an HDF5 file: use `format` safetensors or pt")
-        if out.exists() and out.stat().st_size and not is_h5(out):
-            raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
-    @staticmethod
-    def write(
-        path: Path, settings: Mapping[str, Any], names: Mapping[str, str], read: Callable[[str], Entry | None]
-    ) -> None:
-        identifiers: defaultdict[str, list[str]] = defaultdict(list)
-        for identifier, name in names.items():
-            identifiers[name].append(identifier)
-        # Attributes above 64 KiB need the file format of HDF5 1.8.
-        with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
-            file.attrs["settings"] = json.dumps(dict(settings))
-            for name, (first, *others) in identifiers.items():
-                if (entry := read(name)) is None:
-                    continue
+def proteins(path: Path) -> int:
+    """Number of proteins of a file."""
+    with _opened(path) as file:
+        try:
+            return sum(len(_identifiers(entry)) for entry in file.values())
+        except KeyError as error:
+            raise ArtifactError(f"{path}: damaged ({error})") from error
+
+
+def write(path: Path, settings: Mapping[str, Any], entries: Iterable[tuple[list[str], Entry]]) -> None:
+    """Write a file."""
+    others: dict[str, list[str]] = defaultdict(list)
+    # Attributes above 64 KiB need the file format of HDF5 1.8.
+    with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
+        file.attrs["settings"] = json.dumps(dict(settings))
+        for (first, *more), entry in entries:
+            if entry.name in file:
+                others[entry.name] += [first, *more]
+                continue
+            for key, array in entry.arrays.items():
                 single = len(entry.arrays) == 1
-                for key, array in entry.arrays.items():
-                    file.create_dataset(name if single else f"{name}/{key.replace('.', '/')}", data=array)
-                attributes = {"sha256": _digest(entry.arrays), "key": entry.key, "original_id": first}
-                file[name].attrs.update(attributes | ({"other_ids": others} if others else {}))
+                file.create_dataset(entry.name if single else f"{entry.name}/{key.replace('.', '/')}", data=array)
+            attributes = {"sha256": _digest(entry.arrays), "key": entry.key, "original_id": first}
+            file[entry.name].attrs.update(attributes)
+            others[entry.name] += more
+        for name, identifiers in others.items():
+            if identifiers:
+                file[name].attrs["other_ids"] = identifiers
+
+
+def _identifiers(entry: Any) -> list[str]:
+    return [entry.attrs["original_id"], *entry.attrs.get("other_ids", [])]
+
+
+def _arrays(file: Any, name: str) -> Arrays:
+    """Results of an entry by flat name."""
+    if isinstance(file[name], h5py().Dataset):
+        settings = json.loads(file.attrs["settings"])
+        [kind], [*_, layer] = settings["include"], settings["repr_layers"]
+        return {f"{RESULT_NAMES[kind]}{'' if kind == 'contacts' else f'.{layer}'}": file[name][()]}
+    arrays: Arrays = {}
+
+    def visit(path: str, node: Any) -> None:
+        if isinstance(node, h5py().Dataset):
+            arrays[path.replace("/", ".")] = node[()]
+
+    file[name].visititems(visit)
+    return arrays
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file that is read; what keeps it from being read is damage."""
+    try:
+        with h5py().File(path, "r") as file:
+            yield file
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(f"{path}: damaged ({error})") from error
 
 
 class _Output(io.FileIO):
@@ -162,14 +173,6 @@ class _Output(io.FileIO):
         error, self._error = self._error, None
         if error is not None:
             raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(self._path))
-
-
-@contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise ArtifactError(f"{path}: damaged ({error})") from error
 
 
 def _digest(arrays: Arrays) -> str:

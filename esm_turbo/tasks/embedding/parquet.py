@@ -9,144 +9,112 @@ A row holds one layer of one protein; the layers of a protein follow each other,
     mean           fixed_size_list<float>[hidden]     mean of the layer's hidden states over the residues
 
 The rows are in the order of the input; proteins with the same sequence have rows of their own. `settings` in the
-metadata are those of the embeddings.
+metadata are those of the embeddings. The functions are those of a `OneFileFormat`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import is_parquet
 from esm_turbo.files.parquet import METADATA_KEY, as_metadata, parquet_settings
 from esm_turbo.files.writing import file_errors
-from esm_turbo.tasks.embedding.files import Entry
-from esm_turbo.tasks.embedding.one_file import EmbeddingFile
+from esm_turbo.tasks.embedding.files import Arrays, Entry
 
 ROWS_PER_GROUP = 1024
 """Some 5 MB of the largest checkpoints' means."""
 # Of all tables that are joined: some 300 MB of the largest checkpoints' means.
 _ROWS_HELD = 65_536
 
-Array = npt.NDArray[np.float32]
+in_order = True
 
 
-class MeansFile(EmbeddingFile):
-    """Means in Parquet, see `EmbeddingFile`."""
+def check(out: Path, include: Sequence[str]) -> None:
+    """Check that a file may be written, and holds these results."""
+    pyarrow()
+    if set(include) != {"mean"}:
+        raise ValueError(f"a Parquet file holds means: give `include` mean, not {' '.join(include)}")
+    if out.exists() and out.stat().st_size and not is_parquet(out):
+        raise ValueError(f"{out}: exists and is not a Parquet file; give another file")
 
-    in_order = True
 
-    def __init__(self, path: Path, joined: int = 1) -> None:
-        with _damage(path):
-            settings = parquet_settings(path).get("settings", {})
-            self._metadata = pyarrow().parquet.read_metadata(path)
-        if "repr_layers" not in settings:
-            raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file")
-        self.path, self.settings = path, dict(settings)
-        self._layers: list[int] = settings["repr_layers"]
-        sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
-        self._ends = np.cumsum(sizes)
-        # By name, the first of a sequence's rows, and its residues.
-        self._first_row: dict[str, tuple[int, int]] = {}
-        # Rows are mostly asked for in their order.
-        self._rows_held = max(1, min(ROWS_PER_GROUP, _ROWS_HELD // joined))
-        self._held = lru_cache(maxsize=1)(self._read_means)
+def settings(path: Path) -> dict[str, Any]:
+    """The settings of the embeddings in a file."""
+    with _damage(path):
+        found: dict[str, Any] = parquet_settings(path).get("settings", {})
+    if "repr_layers" not in found:
+        raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file")
+    return found
 
-    def names(self) -> dict[str, str]:
-        # Reads the whole table, and so checks the checksums of its pages.
-        names: dict[str, str] = {}
-        with _damage(self.path):
-            for number, (identifier, name, residues, layer) in enumerate(self._rows()):
-                place = number % len(self._layers)
-                if layer != self._layers[place] or (place and names.get(identifier) != name):
-                    raise ValueError("it has other layers")
-                names[identifier] = name
-                if not place:
-                    self._first_row.setdefault(name, (number, residues))
-            if self._metadata.num_rows % len(self._layers):
-                raise ValueError("layers are missing")
-        return names
 
-    def _rows(self) -> Iterator[tuple[str, str, int, int]]:
-        with self._open() as file:
-            schema = file.schema_arrow
-            if not schema.equals(_schema(schema.field("mean").type.list_size, {})):
+def read(path: Path, joined: int = 1) -> Iterator[tuple[list[str], Entry]]:
+    """Yield the entries of a file in its order, each with one identifier; pages have checksums, which are verified."""
+    layers = settings(path)["repr_layers"]
+    with _damage(path):
+        rows = _rows(path, max(1, _ROWS_HELD // joined))
+        while group := list(islice(rows, len(layers))):
+            identifier, name, residues, *_ = group[0]
+            if [row[:4] for row in group] != [(identifier, name, residues, layer) for layer in layers]:
+                raise ValueError("it has other layers")
+            means = {f"mean_representations.{layer}": mean for *_, layer, mean in group}
+            yield [identifier], Entry(means, None, residues, name)
+
+
+def _rows(path: Path, held: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of a table, of which `held` are in memory."""
+    metadata = pyarrow().parquet.read_metadata(path)
+    for number in range(metadata.num_row_groups):
+        for begin in range(0, metadata.row_group(number).num_rows, held):
+            # For a moment: more tables may be joined than may be open.
+            with pyarrow().parquet.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
+                table = file.read_row_group(number).slice(begin, held)
+            if not table.schema.equals(_schema(table.schema.field("mean").type.list_size, {})):
                 raise ValueError("it has other columns")
-            for batch in file.iter_batches():
-                if any(column.null_count for column in batch.columns):
-                    raise ValueError("cells are empty")
-                yield from zip(*(batch.column(number).to_pylist() for number in range(4)), strict=True)
+            *cells, means = (column.combine_chunks() for column in table.columns)
+            if any(column.null_count for column in (*cells, means)):
+                raise ValueError("cells are empty")
+            states = np.asarray(means.flatten()).reshape(len(means), -1).copy()
+            yield from zip(*(column.to_pylist() for column in cells), states, strict=True)
 
-    def _open(self) -> Any:
-        # For a moment: more tables may be joined than may be open.
-        return pyarrow().parquet.ParquetFile(self.path, metadata=self._metadata, page_checksum_verification=True)
 
-    def holds(self, name: str, key: str) -> bool | None:
-        return name in self._first_row or None
+def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
+    """Yield the means of sequences in the order of their names; all are in memory together."""
+    wanted = set(names)
+    means = {entry.name: entry.arrays for _, entry in read(path) if entry.name in wanted}
+    return (means[name] for name in names)
 
-    def read(self, name: str) -> Entry:
-        first, residues = self._first_row[name]
-        means = {f"mean_representations.{layer}": self._mean(first + place) for place, layer in enumerate(self._layers)}
-        return Entry(means, residues=residues)
 
-    def _mean(self, row: int) -> Array:
-        group = int(np.searchsorted(self._ends, row, side="right"))
-        begin = int(self._ends[group - 1]) if group else 0
-        part, place = divmod(row - begin, self._rows_held)
-        mean: Array = self._held(group, part)[place]
-        return mean
-
-    def _read_means(self, group: int, part: int) -> Array:
-        """The means of a part of a group of rows, [rows, hidden_size]."""
-        with self._open() as file:
-            column = file.read_row_group(group, ["mean"]).column("mean").combine_chunks()
-        means = np.asarray(column.flatten()).reshape(len(column), -1)
-        return means[self._rows_held * part :][: self._rows_held].copy()
-
-    @staticmethod
-    def check(out: Path, include: Sequence[str]) -> None:
-        pyarrow()
-        if set(include) != {"mean"}:
-            raise ValueError(f"a Parquet file holds means: give `include` mean, not {' '.join(include)}")
-        if out.exists() and out.stat().st_size and not is_parquet(out):
-            raise ValueError(f"{out}: exists and is not a Parquet file; give another file")
-
-    @staticmethod
-    def write(
-        path: Path, settings: Mapping[str, Any], names: Mapping[str, str], read: Callable[[str], Entry | None]
-    ) -> None:
-        arrow, layers, writer = pyarrow(), settings["repr_layers"], None
-        entries = ((one, name, entry) for one, name in names.items() if (entry := read(name)) is not None)
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(file_errors(path))
-            while group := list(islice(entries, max(1, ROWS_PER_GROUP // len(layers)))):
-                means = np.stack(
-                    [entry.arrays[f"mean_representations.{layer}"] for *_, entry in group for layer in layers]
-                )
-                schema = _schema(means.shape[1], settings)
-                columns = [
-                    [one for one, *_ in group for _ in layers],
-                    [name for _, name, _ in group for _ in layers],
-                    [entry.residues for *_, entry in group for _ in layers],
-                    layers * len(group),
-                    arrow.FixedSizeListArray.from_arrays(arrow.array(means.reshape(-1)), means.shape[1]),
-                ]
-                if writer is None:
-                    # Means never repeat: a dictionary of them would be built in vain.
-                    options = {"use_dictionary": ["layer"], "compression": "zstd", "write_page_checksum": True}
-                    writer = opened.enter_context(arrow.parquet.ParquetWriter(path, schema, **options))
-                writer.write_table(arrow.table(columns, schema=schema))
+def write(path: Path, settings: Mapping[str, Any], entries: Iterable[tuple[list[str], Entry]]) -> None:
+    """Write a file."""
+    arrow, layers, writer = pyarrow(), settings["repr_layers"], None
+    each = ((identifier, entry) for identifiers, entry in entries for identifier in identifiers)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(file_errors(path))
+        while group := list(islice(each, max(1, ROWS_PER_GROUP // len(layers)))):
+            means = np.stack([entry.arrays[f"mean_representations.{layer}"] for _, entry in group for layer in layers])
+            schema = _schema(means.shape[1], settings)
+            columns = [
+                [identifier for identifier, _ in group for _ in layers],
+                [entry.name for _, entry in group for _ in layers],
+                [entry.residues for _, entry in group for _ in layers],
+                layers * len(group),
+                arrow.FixedSizeListArray.from_arrays(arrow.array(means.reshape(-1)), means.shape[1]),
+            ]
             if writer is None:
-                arrow.parquet.write_table(_schema(1, settings).empty_table(), path)
+                # Means never repeat: a dictionary of them would be built in vain.
+                options = {"use_dictionary": ["layer"], "compression": "zstd", "write_page_checksum": True}
+                writer = opened.enter_context(arrow.parquet.ParquetWriter(path, schema, **options))
+            writer.write_table(arrow.table(columns, schema=schema))
+        if writer is None:
+            arrow.parquet.write_table(_schema(1, settings).empty_table(), path)
 
 
 def _schema(hidden_size: int, settings: Mapping[str, Any]) -> Any:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import heapq
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
-from esm_turbo.tasks.embedding.files import Arrays, Entry, check_same_settings
-from esm_turbo.tasks.embedding.folder import EmbeddingFolder
-from esm_turbo.tasks.embedding.h5 import H5File
-from esm_turbo.tasks.embedding.one_file import EmbeddingFile
-from esm_turbo.tasks.embedding.parquet import MeansFile
+from esm_turbo.tasks.embedding import h5, parquet
+from esm_turbo.tasks.embedding.files import (
+    Arrays,
+    Entry,
+    check_same_settings,
+    read_entry,
+    read_settings,
+    sequence_hash,
+)
+from esm_turbo.tasks.embedding.index import EmbeddingIndex
+from esm_turbo.tasks.embedding.one_file import OneFileFormat
 
-ONE_FILE_KINDS: dict[EmbeddingFormat, type[EmbeddingFile]] = {"h5": H5File, "parquet": MeansFile}
+ONE_FILE_FORMATS: dict[EmbeddingFormat, OneFileFormat] = {"h5": h5, "parquet": parquet}
 """Formats of embeddings that are one file."""
 
 
@@ -34,12 +43,18 @@ def read_embeddings(
     Raises:
         ValueError: a file is damaged, or a record is missing.
     """
-    with contextlib.closing(ONE_FILE_KINDS.get(file_format, EmbeddingFolder)(Path(out))) as source:
-        names = source.names()
-        for record in records:
-            if record.id not in names:
-                raise ValueError(f"{os.fspath(out)}: holds no embedding of {record.id!r}; embed it first")
-            yield source.read(names[record.id]).arrays
+    out = Path(out)
+    if file_format in ONE_FILE_FORMATS:
+        found = ONE_FILE_FORMATS[file_format].find(out, [sequence_hash(record.sequence) for record in records])
+    else:
+        files = {identifier: file for identifier, _, file, _ in EmbeddingIndex(out / INDEX_FILE).rows}
+        found = (read_entry(out / files[record.id]).arrays for record in records)
+    for record in records:
+        try:
+            arrays = next(found)
+        except KeyError as error:
+            raise ValueError(f"{out}: holds no embedding of {record.id!r}; embed it first") from error
+        yield arrays
 
 
 def embeddings_info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -49,12 +64,14 @@ def embeddings_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: they are damaged, or not of this package.
         ImportError: h5py is missing.
     """
-    kind = EmbeddingFolder if Path(path).is_dir() else H5File
-    with contextlib.closing(kind(Path(path))) as source:
-        # The options of caches are not a cache.
-        settings = {"cache_options" if name == "cache" else name: one for name, one in source.settings.items()}
-        proteins, file_format = len(source.names()), settings.pop("format", "h5")
-    return {"kind": "embeddings", "proteins": proteins, "format": file_format, **settings}
+    path = Path(path)
+    if path.is_dir():
+        settings, proteins = read_settings(path), len(list(EmbeddingIndex(path / INDEX_FILE).rows))
+    else:
+        settings, proteins = h5.settings(path), h5.proteins(path)
+    # The options of caches are not a cache.
+    settings = {"cache_options" if name == "cache" else name: one for name, one in settings.items()}
+    return {"kind": "embeddings", "proteins": proteins, "format": settings.pop("format", "h5"), **settings}
 
 
 def merge_files(
@@ -74,37 +91,36 @@ def merge_files(
         ImportError: h5py or pyarrow is missing.
         OSError: the file cannot be written.
     """
-    kind = ONE_FILE_KINDS[file_format]
-    with contextlib.closing(kind(paths[0])) as first:
-        settings = first.settings
+    kind = ONE_FILE_FORMATS[file_format]
+    settings = kind.settings(paths[0])
     kind.check(out, settings["include"])
-    found: dict[int, tuple[str, str, EmbeddingFile]] = {}
-    for path, order in zip(paths, orders, strict=True):
-        # There may be more files than may be open.
-        with contextlib.closing(kind(path, len(paths))) as source:
-            check_same_settings(path, source.settings, settings)
-            names = source.names()
-        if not kind.in_order:
-            order = range(len(found), len(found) + len(names))
-        if len(names) != len(order) or list(order) != sorted(set(order)):
-            raise ValueError(f"{path}: does not hold the proteins that its manifest names; run the shard again")
-        found |= {number: (*one, source) for number, one in zip(order, names.items(), strict=True)}
-    rows = [found[number] for number in sorted(found)]
-    if out.exists() and out.stat().st_size:
-        joined = {identifier for identifier, *_ in rows}
-        with contextlib.closing(kind(out)) as old:
-            check_same_settings(out, old.settings, settings)
-            rows = [(*one, old) for one in old.names().items() if one[0] not in joined] + rows
-    source_of = {name: source for _, name, source in rows}
-    last = first
+    exists = out.exists() and out.stat().st_size > 0
+    for path in [*paths, *([out] if exists else [])]:
+        check_same_settings(path, kind.settings(path), settings)
 
-    def read(name: str) -> Entry:
-        nonlocal last
-        if last is not source_of[name]:
-            last.close()
-            last = source_of[name]
-        return last.read(name)
+    def kept() -> Iterator[tuple[list[str], Entry]]:
+        joined = {identifier for path in paths for identifiers, _ in kind.read(path) for identifier in identifiers}
+        for identifiers, entry in kind.read(out):
+            if others := [identifier for identifier in identifiers if identifier not in joined]:
+                yield others, entry
 
+    if kind.in_order:
+        tables = (_numbered(kind, path, order, len(paths)) for path, order in zip(paths, orders, strict=True))
+        added = (row for _, row in heapq.merge(*tables, key=itemgetter(0)))
+    else:
+        added = (row for path in paths for row in kind.read(path))
     with replacing(out) as temporary:
-        kind.write(temporary, settings, {identifier: name for identifier, name, _ in rows}, read)
-    last.close()
+        entries = chain(kept() if exists else (), added)
+        kind.write(temporary, settings, ((identifiers, entry) for identifiers, entry in entries if entry.arrays))
+
+
+def _numbered(
+    kind: OneFileFormat, path: Path, order: Sequence[int], joined: int
+) -> Iterator[tuple[int, tuple[list[str], Entry]]]:
+    """Entries of a file with the numbers of their proteins."""
+    last = -1
+    for number, row in zip_longest(order, kind.read(path, joined)):
+        if number is None or row is None or number <= last:
+            raise ValueError(f"{path}: does not hold the proteins that its manifest names; run the shard again")
+        last = number
+        yield number, row

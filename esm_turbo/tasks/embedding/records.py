@@ -27,7 +27,7 @@ from esm_turbo.tasks.embedding.embed import embedding_settings
 from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
 from esm_turbo.tasks.embedding.folder import FolderWriter
 from esm_turbo.tasks.embedding.one_file import OneFileWriter
-from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
+from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
 if TYPE_CHECKING:
@@ -197,14 +197,10 @@ def embedding_writer(
             yield FolderWriter(parts, file_format, settings, turbo, labels, names, devices)
         return
     check_writable(out)
-    kind = ONE_FILE_KINDS[file_format]
+    kind = ONE_FILE_FORMATS[file_format]
     kind.check(out, settings["include"])
-    with (
-        locked_parts(out) as folder,
-        locked_temporary(folder, "parts") as parts,
-        contextlib.closing(OneFileWriter(kind, out, parts, settings, turbo, devices)) as writer,
-    ):
-        yield writer
+    with locked_parts(out) as folder, locked_temporary(folder, "parts") as parts:
+        yield OneFileWriter(kind, out, parts, settings, turbo, devices)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

@@ -22,11 +22,10 @@ from esm_turbo.files.extras import install_hint
 from esm_turbo.files.parquet import parquet_info, write_parquet
 from esm_turbo.files.writing import LOCK_FILE, parts_folder
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding import parquet
+from esm_turbo.tasks.embedding import h5, parquet
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.folder import merge_folders
-from esm_turbo.tasks.embedding.h5 import H5File
-from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS, embeddings_info, merge_files, read_embeddings
+from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS, embeddings_info, merge_files, read_embeddings
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, ids_of, proteins
 
@@ -68,7 +67,7 @@ def test_what_was_written_is_read_and_described(run, tiny, tmp_path, file_format
             assert arrays[name].dtype == np.float32
             np.testing.assert_allclose(arrays[name], tensor.numpy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="holds no embedding of 'other'"):
-        list(read_embeddings(out, file_format, [ProteinRecord("other", "MKTAY")]))
+        list(read_embeddings(out, file_format, [ProteinRecord("other", "WW")]))
     if file_format != "parquet":
         facts = embeddings_info(out)
         assert (facts["kind"], facts["proteins"], facts["format"]) == ("embeddings", 3, file_format)
@@ -228,7 +227,7 @@ def test_identifiers_of_an_unfinished_file_are_not_escaped(run, tmp_path, monkey
     """Its index neutralises what a spreadsheet would run."""
     out = tmp_path / "e.h5"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(H5File, "write", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(h5, "write", Mock(side_effect=KeyboardInterrupt))
         run(out, RECORDS, "h5")
     run(out, RECORDS, "h5")
     with h5py.File(out) as file:
@@ -270,7 +269,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, file_format):
     }[file_format]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=re.escape(message)):
-        ONE_FILE_KINDS[file_format].check(tmp_path / "e", ["mean"])
+        ONE_FILE_FORMATS[file_format].check(tmp_path / "e", ["mean"])
 
 
 def test_another_run_keeps_its_lock_and_its_temporaries(run, tmp_path, monkeypatch):

@@ -208,10 +208,22 @@ def test_identifiers_may_hold_any_other_character(run, tmp_path, computed):
     assert (result.reused, result.damaged, computed) == (2, [], [])
 
 
-# Writes of six more proteins: their files, then the sorted index (for HDF5, the settings first and the file last).
+# Writes of six more proteins: their files, then the sorted index (for HDF5, the settings first, and after the files the
+# three of the proteins that were there, and the file itself).
 @pytest.mark.parametrize(
     ("file_format", "after"),
-    [("pt", 0), ("pt", 3), ("pt", 6), ("safetensors", 0), ("safetensors", 5), ("h5", 0), ("h5", 1), ("h5", 7)],
+    [
+        ("pt", 0),
+        ("pt", 3),
+        ("pt", 6),
+        ("safetensors", 0),
+        ("safetensors", 5),
+        ("h5", 0),
+        ("h5", 1),
+        ("h5", 7),
+        ("h5", 9),
+        ("h5", 10),
+    ],
 )
 def test_a_full_disk_does_no_harm(run, tmp_path, monkeypatch, file_format, after):
     out, whole = tmp_path / "out", tmp_path / "whole"
