@@ -65,7 +65,7 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
         ("out", torch, "load"),
         ("out.h5", h5py.Dataset, "__getitem__"),
         ("out.h5", h5py.AttributeManager, "get"),
-        ("out.parquet", pyarrow.parquet.ParquetFile, "iter_batches"),
+        ("out.parquet", pyarrow.parquet.ParquetFile, "read_row_group"),
     ],
 )
 def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch, name, owner, function):
