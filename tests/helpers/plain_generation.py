@@ -1,4 +1,4 @@
-"""Generation as plain loops over Hugging Face's model: the slow reference."""
+"""Generation as plain loops over Hugging Face's model, the slow reference, and by captured and eager steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import EsmForMaskedLM
+
+from esm_turbo import TurboEsm
+from esm_turbo.tasks.generation.generate import GenerationOutput
 
 PREFIX = "MKTAYIAKQRQISFVKSHFSRQ"
 STANDARD = list(range(4, 24))
@@ -31,3 +34,21 @@ def plain_draw(logits: Tensor, temperature: float, generator: torch.Generator) -
         weights[STANDARD] = (logits[STANDARD] / temperature).softmax(-1)
         token = int(torch.multinomial(weights, 1, generator=generator))
     return token, float(log_probs[token])
+
+
+def by_graphs_and_eagerly(
+    turbo: TurboEsm, sequences: str | list[str], **options: object
+) -> tuple[GenerationOutput, GenerationOutput]:
+    """Generate by captured steps, and by eager ones."""
+    outputs = []
+    for captured in (True, False):
+        turbo.model.esm.captures = captured
+        outputs.append(turbo.generate(sequences, **options))
+    turbo.model.esm.captures = True
+    return outputs[0], outputs[1]
+
+
+def assert_same_output(one: GenerationOutput, other: GenerationOutput, atol: float) -> None:
+    """Check that residues are the same, and their log-probabilities within a tolerance."""
+    assert (one.sequences, one.positions) == (other.sequences, other.positions)
+    torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=atol)

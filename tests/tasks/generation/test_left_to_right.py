@@ -10,12 +10,18 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.tasks.generation.generate import GenerationOutput
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.graphs import pool_without_cuda, stand_in
 from tests.helpers.models import CLS, MASK, random_ids
-from tests.helpers.plain_generation import ATOL, PREFIX, full_logits, plain_draw
+from tests.helpers.plain_generation import (
+    ATOL,
+    PREFIX,
+    assert_same_output,
+    by_graphs_and_eagerly,
+    full_logits,
+    plain_draw,
+)
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 
@@ -170,25 +176,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], torch.Tensor]
     return stand_in(monkeypatch)
 
 
-def by_graphs_and_eagerly(
-    turbo: TurboEsm, sequences: str | list[str], **options: object
-) -> tuple[GenerationOutput, GenerationOutput]:
-    outputs = []
-    for captured in (True, False):
-        turbo.model.esm.captures = captured
-        outputs.append(turbo.generate(sequences, **options))
-    turbo.model.esm.captures = True
-    return outputs[0], outputs[1]
-
-
 def given(lengths: list[int], count: int) -> dict[int, str]:
     """One residue for each position after rows of these lengths: a draw may fall anywhere between two of them."""
     return {position: "GSWKDLAE"[position % 8] for n in lengths for position in range(n + 1, n + count + 1)}
-
-
-def assert_same_output(one: GenerationOutput, other: GenerationOutput, atol: float) -> None:
-    assert (one.sequences, one.positions) == (other.sequences, other.positions)
-    torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,15 @@ from esm_turbo.tasks.generation.unmasking import MaskedBatch
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.graphs import pool_without_cuda, stand_in
 from tests.helpers.models import CLS, EOS, MASK, random_ids
-from tests.helpers.plain_generation import ATOL, PREFIX, STANDARD, full_logits, plain_draw
+from tests.helpers.plain_generation import (
+    ATOL,
+    PREFIX,
+    STANDARD,
+    assert_same_output,
+    by_graphs_and_eagerly,
+    full_logits,
+    plain_draw,
+)
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 
@@ -118,34 +126,17 @@ def test_a_refresh_of_more_than_the_protein_is_all_of_it(exact: TurboEsm) -> Non
 def test_captured_steps_draw_what_eager_ones_draw(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = stand_in(monkeypatch)
     monkeypatch.setattr(exact.model.esm.executor, "graphs", pool_without_cuda(captures))
-    outputs = []
-    for captured in (True, False):
-        exact.model.esm.captures = captured
-        outputs.append(
-            exact.generate([PREFIX, "MKTAYIAKQR"], positions=[2, 5, 6, 9], sweeps=3, refresh=1, refresh_every=3, seed=4)
-        )
-    exact.model.esm.captures = True
+    options = {"positions": [2, 5, 6, 9], "sweeps": 3, "refresh": 1, "refresh_every": 3, "seed": 4}
+    graphs, eager = by_graphs_and_eagerly(exact, [PREFIX, "MKTAYIAKQR"], **options)
     assert captures
-    assert outputs[0].sequences == outputs[1].sequences
-    torch.testing.assert_close(
-        torch.tensor(outputs[0].log_probs), torch.tensor(outputs[1].log_probs), rtol=0, atol=ATOL
-    )
+    assert_same_output(graphs, eager, ATOL)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["random", "confidence"])
 def test_a_seed_draws_the_same_by_graphs(turbo: TurboEsm, tiny_model: MakeModel, order: str) -> None:
     cuda = TurboEsm(tiny_model(layers=4, head_dim=32).to("cuda"), turbo.tokenizer)
-    outputs = []
-    for captured in (True, False):
-        cuda.model.esm.captures = captured
-        outputs.append(
-            cuda.generate(
-                [PREFIX, "MKTAYIAKQR"], positions=[2, 5, 6, 9], order=order, sweeps=3, refresh=1, refresh_every=3
-            )
-        )
+    options = {"positions": [2, 5, 6, 9], "order": order, "sweeps": 3, "refresh": 1, "refresh_every": 3}
+    graphs, eager = by_graphs_and_eagerly(cuda, [PREFIX, "MKTAYIAKQR"], **options)
     assert len(cuda.model.esm.executor.graphs) > 0
-    assert outputs[0].sequences == outputs[1].sequences
-    torch.testing.assert_close(
-        torch.tensor(outputs[0].log_probs), torch.tensor(outputs[1].log_probs), rtol=0, atol=ATOL
-    )
+    assert_same_output(graphs, eager, ATOL)
