@@ -148,7 +148,7 @@ def test_a_lack_of_memory_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.
 
 def test_long_proteins_warn_once(turbo: TurboEsm) -> None:
     long = "ACDEFGHIKL" * 103
-    calls: list[Callable[[], object]] = [
+    calls: list[Any] = [
         lambda: turbo.score(long, "AC"),
         lambda: turbo.score_pairs([long], "A"),
         lambda: turbo.score_variants(long, "A1C"),
@@ -159,7 +159,7 @@ def test_long_proteins_warn_once(turbo: TurboEsm) -> None:
             warnings.simplefilter("always")
             call()
         assert [one.category for one in caught] == [LongProteinWarning]
-        assert caught[0].filename == __file__
+        assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno)
 
 
 NO_COUNT = "`refresh` must be an integer of at least 0, got"
