@@ -76,10 +76,14 @@ def test_all_positions_are_counted() -> None:
     assert figures["seconds_for_all_positions"]["full"] == pytest.approx(10 * figures["seconds"]["full"]["p50"])
 
 
-def test_a_short_context_has_its_break_even() -> None:
+@pytest.mark.parametrize(("full", "break_even"), [(1.0, 0.8), (0.2, None)])
+def test_a_short_context_has_its_break_even(
+    monkeypatch: pytest.MonkeyPatch, full: float, break_even: float | None
+) -> None:
+    """For two candidates that take `full` seconds without a cache and 0.25 with one, after a prefill of 0.3."""
+    times = {"full": [full], "turbo": [0.25], "prefill": [0.3]}
+    monkeypatch.setattr(short_contexts, "interleave", lambda arms, repeats: {name: times[name] for name in arms})
     [case] = short_contexts.cases((20,), candidates=2, candidate_residues=4, refresh=2)
     figures = measured(case, 1)
-    seconds = {name: row["p50"] for name, row in figures["seconds"].items()}
-    saved = (seconds["full"] - seconds["turbo"]) / 2
-    expected = pytest.approx(seconds["prefill"] / saved) if saved > 0 else None
-    assert figures["break_even_candidates"] == expected
+    assert figures["break_even_candidates"] == (None if break_even is None else pytest.approx(break_even))
+    assert figures["ratios"]["full / turbo"] == pytest.approx(full / 0.25)
