@@ -42,12 +42,16 @@ def test_cells_of_a_variant_map_name_variant_and_score(variants) -> None:
 
 
 def test_long_tracks_are_found_in_their_line() -> None:
-    columns = list(range(1, 151))
-    panel = Lines(columns, {"a": np.ones(150)}, "position", "y")
-    first, second = shown(Sheet("t", "c", [Tracks([panel], columns, ["A"] * 150)]))
-    assert first["columns"] == columns[:75] and second["columns"] == columns[75:]
-    assert next(text for _, _, text in second["points"]) == "76, a: 1"
+    columns = list(range(1, 152))
+    panel = Lines(columns, {"a": np.ones(151)}, "position", "y")
+    first, second = shown(Sheet("t", "c", [Tracks([panel], columns, ["A"] * 151)]))
+    assert first["columns"] == columns[:76] and second["columns"] == columns[76:]
+    assert next(text for _, _, text in second["points"]) == "77, a: 1"
     assert first["box"][1] < second["box"][1]
+    # The second line is shorter by a column, and its columns are as wide.
+    for line, count in ((first, 76), (second, 75)):
+        left, _, width, _ = line["box"]
+        np.testing.assert_allclose([x for x, _, _ in line["points"]], left + width * (np.arange(count) + 0.5) / count)
 
 
 def test_a_column_of_a_logo_lists_its_residues(designs) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from esm_turbo.pictures.logo import logo_sheet
-from esm_turbo.pictures.panels import Heatmap, Lines, Scatter, Sheet, Tracks
+from esm_turbo.pictures.panels import Bars, Heatmap, Lines, Scatter, Sheet, Tracks
 from esm_turbo.pictures.ranking import ranking_sheet
 from esm_turbo.pictures.static import figure
 from esm_turbo.pictures.variant_map import variant_sheet
@@ -63,6 +63,30 @@ def test_long_proteins_are_broken_into_lines_of_the_same_width(count: int, lines
     assert min(place.y0 for place in places) > 0 and max(place.y1 for place in places) < 1
     assert max(place.x1 for place in places) < 1
     assert height > lines * 2
+
+
+LONG = "a label that is longer than the panel beside which it stands, relative to the mean"
+
+
+def beside(*panels) -> Sheet:
+    return Sheet("t", "c", [panels])
+
+
+@pytest.mark.parametrize(
+    "sheet",
+    [
+        beside(*(Heatmap(np.ones((2, 9)), ["a"] * 2, list(range(9)), LONG, "x") for _ in range(2))),
+        beside(Heatmap(np.ones((20, 9)), [LONG] * 20, [f"{LONG}{n}" for n in range(9)], "nats", "x")),
+        beside(*(Scatter(np.arange(3.0), np.arange(3.0), ["a"] * 3, "x", "y", LONG) for _ in range(3))),
+        beside(Scatter(np.arange(3.0), np.arange(3.0), ["a"] * 3, "x", "y", groups=[LONG, "u", "v"])),
+        beside(Bars([LONG, "b"], np.array([1e6, 2e6]), "x", LONG)),
+        Sheet("t", "c", [Tracks([Lines([1, 2], {LONG[:20]: np.ones(2), "b": np.zeros(2)}, "x", "y")], [1, 2], "AC")]),
+    ],
+)
+def test_nothing_reaches_beyond_the_page(sheet: Sheet) -> None:
+    drawn = figure(sheet)
+    box, (width, height) = drawn.get_tightbbox(), drawn.get_size_inches()
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
 
 
 def numbers(drawn) -> list[tuple[float, str]]:
@@ -134,3 +158,12 @@ def test_groups_have_a_legend_and_numbers_a_scale() -> None:
     assert [text.get_text() for text in named.axes[0].get_legend().get_texts()] == ["u", "v"]
     scaled = figure(Sheet("t", "c", [[Scatter(**points, groups=x)]]))
     assert scaled.axes[0].get_legend() is None and scaled.axes[1].get_ylabel() == "kind"
+
+
+def test_names_of_points_cover_no_other() -> None:
+    x, names = np.array([0.0, 0.01, 5.0]), ["first", "close to it", "far"]
+    points = Scatter(x, np.zeros(3), names, "x", "y", labels=dict(enumerate(names)))
+    [axes] = figure(Sheet("t", "c", [[points]])).axes
+    assert [text.get_text() for text in axes.texts] == names
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in pairwise(boxes))
