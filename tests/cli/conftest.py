@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.calibration.records import calibrate_records
 from tests.helpers.command_inputs import GOOD
 
+# What a command says of its progress when a slow machine takes more than some seconds.
+PROGRESS = re.compile(r"esm-turbo: (?!warning:|error:)[^:]+: [\d,]+ of [\d,]+ \w+(,|$)", re.MULTILINE)
 SAID = ("esm-turbo: model ", "esm-turbo: esm2-mini is a small demonstration model")
 
 
@@ -28,7 +31,7 @@ class Output(NamedTuple):
 
 
 class Result(Output):
-    """The output of a command; what it says of its run and the embedded model stands apart."""
+    """The output of a command, without its progress; what it says of its run and the embedded model stands apart."""
 
     said: list[str]
 
@@ -58,7 +61,7 @@ def esm(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         capsys.readouterr()
         code = app.run([str(argument) for argument in arguments])
         captured = capsys.readouterr()
-        lines = captured.err.splitlines(keepends=True)
+        lines = [line for line in captured.err.splitlines(keepends=True) if not PROGRESS.match(line)]
         said = [line for line in lines if line.startswith(SAID)]
         err = "".join(line for line in lines if line not in said)
         result = Result(code, captured.out, err)
