@@ -607,8 +607,9 @@ def test_what_stops_a_run_leaves_whole_batches(
         patch.setattr(owner, name, fails)
         with pytest.raises(OSError, match=message):
             store.add(compressed, proteins(), toks_per_batch=60)
-    # After the failure, no thread begins another file, and nothing is claimed or half-written any more.
-    assert len(calls) < stopped_at + writers
+    # After the failure, no thread of its batch, or of the next one that is written already, begins another file.
+    assert len(calls) < stopped_at + (1 if writers == 1 else 2 * writers)
+    # Nothing is claimed or half-written any more.
     assert store._files.claimed_by_others() == set()
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
     prefilled.clear()

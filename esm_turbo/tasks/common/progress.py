@@ -16,7 +16,7 @@ class Progress(Protocol):
 
         Args:
             stage: name of the stage, such as `embed`.
-            done: units finished so far; never decreases within a stage.
+            done: units finished so far; grows from call to call within a stage.
             total: units of the whole stage.
         """
 
@@ -35,6 +35,7 @@ class StageProgress:
         self.stage = stage
         self.total = total
         self.done = 0
+        self.reported = -1
 
     def part(self) -> Progress:
         """A callback for a part of the stage: what it does counts here."""
@@ -49,12 +50,17 @@ class StageProgress:
 
     def within(self, stage: str, done: int, total: int, /) -> None:
         """A `Progress` of units that are counted later, when what they belong to is finished."""
-        self.progress(self.stage, self.done + done, self.total)
+        self._report(self.done + done)
 
     def advance(self, units: int) -> None:
         """Report that `units` more are done; 0 shows the stage before its first unit is."""
         self.done += units
-        self.progress(self.stage, self.done, self.total)
+        self._report(self.done)
+
+    def _report(self, done: int) -> None:
+        if done > self.reported:
+            self.reported = done
+            self.progress(self.stage, done, self.total)
 
 
 def part_of(

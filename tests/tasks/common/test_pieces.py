@@ -61,7 +61,7 @@ def test_pieces_in_this_process(turbo) -> None:
         )
     )
     assert found == {0: 2, 1: 1}
-    assert calls == [0, 1, 2, 3, 3]
+    assert calls == [0, 1, 2, 3]
     assert runner.shares_files and runner.devices is None
 
 

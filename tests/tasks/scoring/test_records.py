@@ -114,7 +114,7 @@ def test_every_candidate_on_its_targets_in_every_arm(turbo: TurboEsm) -> None:
     total = 2 * (8 + 13)
     assert calls[-1] == ("score", total, total)
     assert {(stage, whole) for stage, _, whole in calls} == {("score", total)}
-    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
 
 
 def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) -> None:

@@ -196,7 +196,7 @@ def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> Non
     assert_variants_close(second.scores["turbo"], turbo.score_variants(OTHER.sequence, ["G101A"], first_position=101))
     # Five positions of the first protein and one of the second, in two arms.
     assert calls[-1] == ("score", 12, 12)
-    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
     turbo_scores, full_scores = (first.scores[arm].values for arm in ("turbo", "full"))
     measured = spearmanr([turbo_scores[i] for i in (0, 1, 3)], [0.5, -1.0, 2.0]).statistic
     assert first.against_measured("turbo") == pytest.approx(measured)
