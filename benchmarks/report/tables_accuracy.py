@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness import stored
@@ -52,6 +53,37 @@ def families() -> str:
         *(title for place in where for m in _FAMILIES.values() for title in (f"{place}, {m}: cosine (1 %)", "KL")),
     ]
     return table(head, rows) + source(stored.accuracies(_DOMAINS, kind="families")["turbo3"], "families", _BOTH)
+
+
+def homologs() -> str:
+    """The small model of E1 after homologs: perplexity of every preset, and its change by compression."""
+
+    def cell(name: str, figures: dict[str, Any]) -> str:
+        change = "" if name == "exact" else f" ({figures['perplexity_over_exact'] - 1:+.2%})"
+        return f"{figures['perplexity']:.2f}{change}"
+
+    return _after_homologs(("exact", *COMPRESSED), cell)
+
+
+def homolog_errors() -> str:
+    """The same, for hidden states and predictions."""
+    return _after_homologs(COMPRESSED, lambda _, figures: f"{cosine(figures)}, {small(figures['kl_mean'])}")
+
+
+def _after_homologs(presets: Sequence[str], cell: Callable[[str, dict[str, Any]], str]) -> str:
+    """A row for each preset, and a column for each number of homologs."""
+    newest = stored.newest("homologs", lambda figures: (figures["preset"], figures["shape"]["homologs"]))
+    found = {key: record["figures"] for key, record in newest.items()}
+    # Without homologs nothing is stored, and only `exact` has a row.
+    counts = sorted({count for name, count in found if name in presets})
+    rows = [
+        [f"`{name}`", *(cell(name, found[name, count]) if (name, count) in found else "-" for count in counts)]
+        for name in presets
+    ]
+    head = [f"{count} homolog{'s' * (count != 1)}" for count in counts]
+    last = presets[0], counts[-1]
+    size = f"{found[last]['families']} families, {found[last]['residues']:,} residues. "
+    return table(["preset", *head], rows) + size + source(newest[last], "homologs", "e1-mini")
 
 
 def codecs() -> str:
@@ -123,7 +155,7 @@ def _some_other() -> str:
 TABLES = {
     function.__name__: function
     for function in (
-        overview, families,
+        overview, families, homologs, homolog_errors,
         codecs, freezing, memory_by_geometry,
     )
 }  # fmt: skip

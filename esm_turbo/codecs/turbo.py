@@ -8,7 +8,8 @@ and the split of a token's bytes between key and value, minimise the expected er
 
 Every component is divided by the step of its width, so that levels are evenly spaced with distance 1: w bits encode the
 nearest of -(2^w - 1) / 2, ..., -1/2, 1/2, ..., (2^w - 1) / 2. Evenly spaced levels are slightly less accurate than
-Lloyd-Max levels (docs/accuracy.md), but their codes are numbers that a GPU's tensor cores multiply directly.
+Lloyd-Max levels (docs/accuracy.md), but their codes are numbers that a GPU's tensor cores multiply directly. Components
+that dominate the error of their layer although they have 8 bits are divided by steps of their own.
 
 A code is stored in *slabs*, tensors of fields of 8, 4, 2 or 1 bits: the binary digits of its width (`slabs`). With
 c_f = (2^f - 1) / 2 a component is the sum over its slabs of (field - c_f) 2^shift, where `shift` is the number of bits
@@ -21,7 +22,7 @@ when the context is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +33,12 @@ from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed, rotate
 from esm_turbo.codecs.fitting import transforms
-from esm_turbo.codecs.fitting.lloyd_max import Magnitudes, gaussian_uniform, pooled_uniform_quantizer
+from esm_turbo.codecs.fitting.lloyd_max import (
+    Magnitudes,
+    gaussian_uniform,
+    pooled_uniform_quantizer,
+    uniform_quantizer,
+)
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
 from esm_turbo.codecs.fitting.threads import run_threads
 from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, unpack_codes
@@ -57,6 +63,10 @@ _SHRINKAGE = 1e-3
 _SAMPLE_RESOLUTION = 2.0**-9
 # A GPU kernel is compiled for each distinct pair of key and value widths.
 _MAX_PROFILES = 3
+# Share of a layer's expected error from which on components of the greatest width have steps of their own: no bits can
+# lessen their errors, and a shared step is as large as the heaviest tails of all layers need. Attention that looks up
+# positions of homologs (E1) comes here; that of ESM-2 and ESM-C stays below.
+_DOMINANT_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -274,8 +284,9 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
     maps = {kind: run_threads(partial(mapped, kind), layers) for kind in ("key", "value")}
     variances = {kind: np.stack([one.variances for one in maps[kind]]) for kind in maps}
     # An error of a value reaches the output weighted by attention.
-    value_costs = variances["value"] * sensitivity.attention[..., None]
-    pairs = [_allocate_bits(variances["key"].sum(1), value_costs.sum(1), size, num_bytes) for num_bytes in budgets]
+    errors = {"key": variances["key"], "value": variances["value"] * sensitivity.attention[..., None]}
+    pairs = [_allocate_bits(errors["key"].sum(1), errors["value"].sum(1), size, num_bytes) for num_bytes in budgets]
+    dominant = [_dominant_runs(errors, pair, size) for pair in pairs]
     shared = {"inv_freq": _f32(np.tile(statistics.inv_freq, (len(layers), 1)))}
     states: list[dict[str, Tensor]] = [{} for _ in budgets]
     for kind, widths in zip(maps, zip(*pairs, strict=True), strict=True):
@@ -285,8 +296,14 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
             f"{kind}_inverse": _f32(transforms.inverted(forward)),
             f"{kind}_mean": _f32(means[kind]),
         }
-        steps = _fit_steps([one.samples for one in maps[kind]], weights[kind], widths, size)
-        for state, one, step in zip(states, widths, steps, strict=True):
+        samples = [one.samples for one in maps[kind]]
+        steps = _fit_steps(samples, weights[kind], widths, size)
+        for state, one, step, runs in zip(states, widths, steps, dominant, strict=True):
+            for layer, run in np.argwhere(runs[kind]):
+                own = slice(run * size, (run + 1) * size)
+                step[layer, own] = _own_steps(
+                    samples[layer][..., own], weights[kind][layer], errors[kind][layer, :, own]
+                )
             state |= {f"{kind}_steps": _f32(step), f"{kind}_widths": torch.from_numpy(one)}
     return [shared | state for state in states]
 
@@ -377,6 +394,40 @@ def _best_pairs(key_errors: Array, value_errors: Array, widths_bytes: IntArray, 
     key_bytes, value_bytes = np.unravel_index(total.reshape(len(total), -1).argmin(axis=1), fits.shape)
     layers = np.arange(len(total))
     return np.stack([best_keys[layers, key_bytes], best_values[layers, value_bytes]], axis=1)
+
+
+def _dominant_runs(
+    errors: Mapping[str, Array], widths: tuple[IntArray, IntArray], size: int
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """Runs of the greatest width that make most of their layer's expected error, bool [layers, runs] each.
+
+    Args:
+        errors: expected error of each component of keys and of values at 0 bits, [layers, heads, head_dim].
+        widths: of their runs, [layers, runs] each.
+        size: components per run.
+    """
+    by_kind = dict(zip(("key", "value"), widths, strict=True))
+    left = {
+        kind: errors[kind].sum(1).reshape(*one.shape, size).sum(2) * np.array(_DISTORTIONS)[one]
+        for kind, one in by_kind.items()
+    }
+    total = sum(one.sum(1, keepdims=True) for one in left.values())
+    return {kind: (one == MAX_WIDTH) & (left[kind] > _DOMINANT_SHARE * total) for kind, one in by_kind.items()}
+
+
+def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) -> list[float]:
+    """The step of each component of a run of the greatest width; heads count as their errors do.
+
+    Args:
+        samples: the components of the sample, standardised, [heads, tokens, size].
+        weights: of the tokens, [heads, tokens].
+        errors: expected error of each component at 0 bits, [heads, size].
+    """
+    weights = weights / np.maximum(weights.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return [
+        uniform_quantizer(samples[..., i], 2**MAX_WIDTH, weights * errors[:, i, None]).step
+        for i in range(samples.shape[2])
+    ]
 
 
 def _fit_steps(

@@ -655,6 +655,28 @@ def test_constant_and_zero_heads(bits):
     assert decoded_values.abs().max() < 2e-3
 
 
+def test_components_that_dominate_a_layer_have_steps_of_their_own():
+    """No bits can lessen their errors, but the step shared with the heavy tails of other components is too large."""
+    rng = np.random.default_rng(0)
+    keys, values = (correlated(rng, 1000, 64, decay=0.1) for _ in range(2))
+    values = values * np.exp(0.5 * rng.standard_normal((LAYERS, HEADS, 1000, 1)))
+    plain = fitted(TURBO[3], statistics_of(keys, values)).state
+    large = 3000 * rng.uniform(-1, 1, (HEADS, 1000, 1))
+    values[0] += large * np.eye(64)[5]
+    stats = statistics_of(keys, values)
+    codec = fitted(TURBO[3], stats)
+    widths, steps = codec.state["value_widths"], codec.state["value_steps"]
+    assert widths[0, 0] == widths[1, 0] == 8
+    assert len(plain["value_steps"][:, :8].unique()) == len(steps[1, :8].unique()) == 1
+    # Uniform numbers of unit size end at the square root of 3.
+    assert steps[0, 0].item() == pytest.approx(2 * 3**0.5 / 256, rel=0.01)
+    assert steps[0, 0] < 0.6 * steps[1, 0]
+    x = torch.from_numpy(values[0].astype(np.float32))[None]
+    _, decoded = codec.decode(0, codec.encode(0, torch.zeros_like(x), x))
+    # Uniform rounding of 6,000 to 256 levels; the shared step would leave three times as much.
+    assert (decoded - x)[..., 5].square().mean() < 1.5 * (6000 / 256) ** 2 / 12
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_components_of_pure_rounding_do_not_distort_the_steps(head_dim):
     """Values of a first layer have no more dimensions than there are residues; bfloat16 puts a little into all."""
