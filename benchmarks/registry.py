@@ -195,6 +195,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "homologs",
         lambda limit: homologs.cases(max_families=limit),
     ),
+    "frozen_queries": Experiment(
+        "scores of variants after homologs whose protein is frozen, against those of the whole protein",
+        "frozen_queries",
+        lambda limit: homologs.frozen_query_cases(max_families=limit),
+    ),
     "windows": Experiment(
         "long proteins in windows against the full run, by window, memory and preset",
         "windows",

@@ -1,4 +1,4 @@
-"""Accuracy of presets after homologs, with the small model of E1: cosine, KL divergence and perplexity."""
+"""Accuracy of presets after homologs, with the small model of E1, and what a frozen query costs besides."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 from benchmarks.harness.embedded import rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures, largest_difference
@@ -19,13 +21,16 @@ from esm_turbo.evaluate.contexts import prefill, to_float64
 from esm_turbo.evaluate.families import MASKED_APART, masked_rows
 from esm_turbo.evaluate.metrics import Outputs, TokenErrors
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import read_fasta_strict
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, read_fasta_strict
 from esm_turbo.proteins.homologs import SEPARATOR, join_families
 
 MODEL = "e1-mini"
 HOMOLOGS = (0, 1, 4, 16)
 # Members of a family are cut there, as in training.
 _LONGEST = 400
+# Of each protein, spread over it.
+_POSITIONS = 12
+_REFRESHED = (0, 8, 32)
 # Logits are of size ten.
 _TOLERANCE = 1e-4
 
@@ -44,6 +49,21 @@ def cases(max_families: int | None = None) -> Iterator[Case]:
             _check,
             functools.partial(_measure, homologs, max_families),
         )
+
+
+def frozen_query_cases(max_families: int | None = None) -> Iterator[Case]:
+    """Rows of frozen queries after four homologs, by residues refreshed.
+
+    Args:
+        max_families: use only the first N families; None for all.
+    """
+    yield Case(
+        "frozen queries",
+        MODEL,
+        {"dtype": "float32", "homologs": 4, "positions": _POSITIONS, "max_proteins": max_families},
+        _check,
+        functools.partial(_measure_frozen, max_families),
+    )
 
 
 def _families(max_families: int | None) -> list[list[str]]:
@@ -129,3 +149,37 @@ def _measure(homologs: int, max_families: int | None, repeats: int) -> list[Figu
         size = {"families": len(families), "residues": len(losses[name]), "homologs_read": float(np.mean(read))}
         rows_made.append(rounded({**figures, **size, "proteins": evaluation_families().name, "seconds_taken": taken}))
     return rows_made
+
+
+def _measure_frozen(max_families: int | None, repeats: int) -> list[Figures]:
+    """Scores of all substitutions at some positions, by whole queries and by frozen ones."""
+    turbo = small_model(MODEL)
+    exact: list[float] = []
+    frozen: dict[int, list[float]] = {refresh: [] for refresh in _REFRESHED}
+    seconds = dict.fromkeys((None, *_REFRESHED), 0.0)
+    families = _families(max_families)
+    for *others, protein in families:
+        positions = np.linspace(0, len(protein) - 1, _POSITIONS).astype(int)
+        variants = [f"{protein[i]}{i + 1}{new}" for i in positions for new in STANDARD_RESIDUES if new != protein[i]]
+        given: dict[str, Any] = {"arm": "frozen", "context": ",".join(others[:4])}
+        for refresh in seconds:
+            more = {} if refresh is None else {"freeze_query": True, "refresh": refresh}
+            begin = time.process_time()
+            values = turbo.score_variants(protein, variants, **given, **more).values
+            seconds[refresh] += time.process_time() - begin
+            (exact if refresh is None else frozen[refresh]).extend(values)
+    size = {"families": len(families), "variants": len(exact), "proteins": evaluation_families().name}
+    return [
+        rounded(
+            {
+                "refresh": refresh,
+                "spearman": float(spearmanr(exact, values).statistic),
+                "error_mean": float(np.abs(np.subtract(values, exact)).mean()),
+                "error_max": float(np.abs(np.subtract(values, exact)).max()),
+                "score_sd": float(np.std(exact)),
+                "speedup": seconds[None] / seconds[refresh],
+                **size,
+            }
+        )
+        for refresh, values in frozen.items()
+    ]

@@ -40,6 +40,13 @@ class HomologOptions:
         MANY,
         Parameter(help="Largest share of the protein's residues that a homolog may have; one or several caps."),
     ] = (DEFAULT_MAX_SIMILARITY,)
+    freeze_query: Annotated[
+        bool,
+        Parameter(
+            help="Run the protein once after its homologs, and then only --refresh residues around each masked"
+            " position: faster, and no longer exact."
+        ),
+    ] = False
     seed: Annotated[int, Parameter(help="Seed of the first context that is drawn; the next ones have the next.")] = 0
 
 
@@ -50,10 +57,12 @@ class DrawnHomologs:
     Attributes:
         path: of the family; None without one.
         contexts: one for each budget with each cap of similarity.
+        freeze_query: see `score_variants`.
     """
 
     path: Path | None
     contexts: Sequence[HomologContext] = ()
+    freeze_query: bool = False
 
     @classmethod
     def of(cls, options: HomologOptions, records: Sequence[ProteinRecord], unknown: str | None) -> DrawnHomologs:
@@ -71,7 +80,9 @@ class DrawnHomologs:
         path = options.homologs
         if path is None:
             if options != HomologOptions():
-                raise ValueError("--context-tokens, --max-similarity and --seed are for --homologs; name the family")
+                raise ValueError(
+                    "--context-tokens, --max-similarity, --freeze-query and --seed are for --homologs; name the family"
+                )
             return cls(None)
         if len(records) != 1:
             raise ValueError(f"--homologs {path} is the family of one protein; there are {len(records)}")
@@ -83,7 +94,7 @@ class DrawnHomologs:
         sizes = sorted({len(one.ids) for one in contexts})
         drawn = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         say(f"{path}: {counted(len(contexts), 'context')} of {drawn} of {counted(len(family), 'homolog')}")
-        return cls(path, contexts)
+        return cls(path, contexts, options.freeze_query)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -107,4 +118,5 @@ class DrawnHomologs:
         if self.path is None:
             return {}
         contexts = [one.to_dict() for one in self.contexts]
-        return {"homologs": {"file": self.path.name, "sha256": sha256_file(self.path), "contexts": contexts}}
+        drawn = {"file": self.path.name, "sha256": sha256_file(self.path), "contexts": contexts}
+        return {"homologs": drawn | ({"freeze_query": True} if self.freeze_query else {})}

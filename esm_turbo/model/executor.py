@@ -76,13 +76,14 @@ class Executor:
 
     def _new_plan(self, inputs: ForwardInputs) -> ForwardPlan:
         encoder, options = self.encoder, dict(inputs.options)
-        session = options.pop("kv_session", None)
+        session, frozen_query = options.pop("kv_session", None), options.pop("frozen_query", None)
         return ForwardPlan(
             encoder.layer_kinds,
             encoder.frequencies,
             inputs.input_ids,
             chains=inputs.chains,
             session=session,
+            frozen_query=frozen_query,
             options=options,
         )
 
@@ -152,6 +153,9 @@ class Executor:
         if self.encoder.exact_contexts is not None:
             # A new sequence follows those of the context.
             chains = of_rows(cache.next_chains, index)[:, None].expand(batch_size, n)
+            if plan.frozen_query is not None and plan.frozen_query.keys:
+                # Rows are a part of the query, which is the context's last sequence.
+                chains = chains - 1
         embeddings = self._embed(ids, new_mask, counts, chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
@@ -176,7 +180,7 @@ class Executor:
             plan.session = Extension(cache, backend, past_mask, seen, plan.append, visible, index)
         plan.input_ids, plan.embeddings, plan.positions, plan.seen = ids, embeddings, positions, seen
         plan.order = order
-        plan.reads_context = True
+        plan.visible, plan.reads_context = visible, True
         return plan
 
     # Running.
@@ -271,6 +275,7 @@ class Executor:
             model_identity(encoder, sampled=False)
         return (
             encoder.packs
+            and plan.frozen_query is None
             and encoder.device.type == "cuda"
             and encoder.dtype in PACKED_DTYPES
             and not (torch.is_grad_enabled() or encoder.training or torch.is_autocast_enabled("cuda"))

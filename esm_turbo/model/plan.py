@@ -96,6 +96,57 @@ class ForwardInputs:
         return not {name for name, value in self.options.items() if value} - {"return_dict"}
 
 
+class FrozenQuery:
+    """A query after exact contexts, whose keys and values are reused by rows that run a part of it.
+
+    Forwards take it as `frozen_query`. The one that appends the query to a cache of its homologs fills it with what the
+    cache does not store, and rows that read both see the query as those of ESM-2 see a cached protein.
+
+    Attributes:
+        first: position of its first token, int64 [].
+        keys: of each layer that is not stored, after RoPE, [1, heads, n, head_dim].
+        values: of the same layers, [1, heads, n, head_dim].
+    """
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def begin(self, positions: Tensor) -> Tensor:
+        """Position of the query's first token, from its own positions [batch, n] if it is the query that runs."""
+        if self.first is None:
+            self.first = positions[0, 0].clone()
+        return self.first
+
+    def attend(
+        self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None
+    ) -> Tensor | None:
+        """Attention of rows to the query and themselves; None while the query itself runs, which fills this.
+
+        Args:
+            layer_idx: a layer that is not stored.
+            query: scaled and after RoPE, [batch, heads, m, head_dim].
+            keys: after RoPE, [batch, heads, m, head_dim].
+            values: [batch, heads, m, head_dim].
+            visible: tokens of context and query that each row sees, bool [batch, columns]; None for all.
+        """
+        if layer_idx not in self.keys:
+            self.keys[layer_idx], self.values[layer_idx] = keys, values
+            return None
+        rows, own = len(keys), self.keys[layer_idx].shape[2]
+        keys, values = (
+            torch.cat([kept[layer_idx].expand(rows, -1, -1, -1), new], dim=2)
+            for kept, new in ((self.keys, keys), (self.values, values))
+        )
+        mask = None
+        if visible is not None:
+            # Layers may lie on several devices.
+            seen = visible[:, -own:].to(keys.device)
+            mask = torch.nn.functional.pad(seen, (0, keys.shape[2] - own), value=True)[:, None, None]
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0)
+
+
 class Rotary:
     """Cosines and sines of the angles of tokens, computed once for all layers of a kind.
 
@@ -170,6 +221,8 @@ class ForwardPlan:
         cache: to be written; None for none.
         append: what is written into it.
         reads_context: whether the session lets tokens see contexts.
+        visible: tokens of its context that each row sees, bool [batch, columns]; None for all.
+        frozen_query: see `FrozenQuery`; None where rows are whole sequences.
         packing: of rows whose lengths the host knows; None where rows run padded.
         order: of the rows, where it differs from the caller's, int64 [batch].
         options: the library's further arguments.
@@ -187,6 +240,8 @@ class ForwardPlan:
     cache: TurboKVCache | None = None
     append: Append | None = None
     reads_context: bool = False
+    visible: Tensor | None = None
+    frozen_query: FrozenQuery | None = None
     packing: Packing | None = None
     order: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -226,7 +281,7 @@ class ForwardPlan:
         if scope is not Scope.SEQUENCE:
             return positions
         if self.chains is None:
-            return positions - positions[:, :1]
+            return positions - (positions[:, :1] if self.frozen_query is None else self.frozen_query.begin(positions))
         begins = torch.ones_like(self.chains, dtype=torch.bool)
         begins[:, 1:] = self.chains[:, 1:] != self.chains[:, :-1]
         columns = torch.arange(begins.shape[1], device=begins.device)
@@ -265,6 +320,10 @@ class ForwardPlan:
         session = self.session_at(layer_idx)
         if session is not None:
             output = attend_by(session, self.stored_index(layer_idx), query, keys, values)
+            if output is not None:
+                return output
+        elif self.frozen_query is not None:
+            output = self.frozen_query.attend(layer_idx, query, keys, values, self.visible)
             if output is not None:
                 return output
         if self.bounds is not None and not self.sees_whole_rows(layer_idx):

@@ -146,6 +146,7 @@ def variants(
                 toks_per_batch=toks_per_batch,
                 first_position=first_position,
                 contexts=drawn.texts,
+                freeze_query=drawn.freeze_query,
                 plan=sharding.plan,
                 **where,
             )

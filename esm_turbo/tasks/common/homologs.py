@@ -10,6 +10,7 @@ import torch
 from esm_turbo.config import TurboConfig
 from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.plan import FrozenQuery
 from esm_turbo.proteins.alignments import HomologContext
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import encode_homologs
@@ -71,6 +72,26 @@ def query_ids(turbo: ContextModel, sequence: str | ProteinRecord, name: str) -> 
     residues = turbo.codes.encode(sequence, name)
     check_known(turbo, residues, name)
     return turbo.codes.whole(residues)
+
+
+@torch.no_grad()
+def freeze_query(turbo: ContextModel, cache: TurboKVCache, ids: TokenIds) -> tuple[TurboKVCache, FrozenQuery]:
+    """Run a query after its homologs once, for rows that run parts of it.
+
+    Args:
+        turbo: the model.
+        cache: the homologs, one row; it is not changed.
+        ids: tokens of the whole query.
+
+    Returns:
+        A cache of homologs and query, and what caches do not store of the query.
+    """
+    cache, frozen = cache.select(0), FrozenQuery()
+    encoder = turbo.model.base_model
+    encoder(
+        torch.tensor([list(ids)], device=encoder.device), past_key_values=cache, use_cache=True, frozen_query=frozen
+    )
+    return cache, frozen
 
 
 def check_known(turbo: ContextModel, residues: list[int], name: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -26,10 +26,12 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.files.writing import is_full_disk
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import available_bytes, is_out_of_memory
+from esm_turbo.model.plan import FrozenQuery
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.fasta import token_batches
 from esm_turbo.tasks.common.context_sources import HoldingSource, ReadableSource
 from esm_turbo.tasks.common.forwards import log_probabilities, maybe_decode, prefill_rows, should_decode
+from esm_turbo.tasks.common.homologs import freeze_query
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits
 from esm_turbo.tasks.common.rows import ItemRows, ResultT, RowBatch, RowGroup, RowRun, RowSlice
 
@@ -148,8 +150,9 @@ class _Wave:
                 # On a device, decoded contexts are read fast only as a whole.
                 decodes = device.type == "cpu" or not group.hides
                 wanted[context] = wanted.get(context, 0) + decodes * group.tokens
+        appended = {job.context for job in self.jobs if job.group.query}
         if wanted:
-            self.found = reader.submit(_stored, turbo, store, self.config, wanted, _as_here(device))
+            self.found = reader.submit(_stored, turbo, store, self.config, wanted, appended, _as_here(device))
 
 
 def _waves(turbo: ContextModel, runs: Iterable[RowRun[ResultT]]) -> Iterator[_Wave]:
@@ -200,18 +203,24 @@ def _stored(
     store: ReadableSource,
     config: TurboConfig,
     wanted: Mapping[_TokenIds, int],
+    appended: Set[_TokenIds],
     as_there: contextlib.AbstractContextManager[None],
 ) -> dict[_TokenIds, _ContextRow]:
     """Contexts that are in the store, for so many tokens that may read them decoded.
 
     Args:
         wanted: the contexts.
+        appended: those to which queries will be appended, as they cannot be in a pool.
         as_there: lets this thread read as that which reads them next.
     """
     with as_there:
         few, found = list[_TokenIds](), dict[_TokenIds, _ContextRow]()
         if isinstance(store, HoldingSource):
-            few = [ids for ids, tokens in wanted.items() if not should_decode(turbo, config, tokens)]
+            few = [
+                ids
+                for ids, tokens in wanted.items()
+                if ids not in appended and not should_decode(turbo, config, tokens)
+            ]
             held, rows, copied = store.hold_found(turbo, few, config)
             if held is not None:
                 found |= {few[number]: _ContextRow(held, row) for row, number in enumerate(rows)}
@@ -293,7 +302,7 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
         if job.context in contexts.failed:
             job.put(contexts.failed[job.context])
             advance(job.group.count)
-        elif job.context and job.group.tokens < budget:
+        elif job.context and job.group.tokens < budget and not job.group.query:
             sharing[isinstance(contexts.held[job.context].cache, PooledContexts)].append(job)
         else:
             alone.append(job)
@@ -317,7 +326,11 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
         group, place = job.group, contexts.held.get(job.context)
         try:
             cache = place and (place.cache if place.cache.batch_size == 1 else place.cache.select(place.row))
-            job.put(*predict_together(turbo, [RowSlice(group, torch.arange(group.count), cache)], budget, advance))
+            frozen = None
+            if cache is not None and group.query:
+                cache, frozen = freeze_query(turbo, cache, group.query)
+            part = RowSlice(group, torch.arange(group.count), cache)
+            job.put(*predict_together(turbo, [part], budget, advance, frozen))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -325,7 +338,11 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
 
 
 def predict_together(
-    turbo: ContextModel, parts: Sequence[RowSlice], budget: int, advance: Callable[[int], None] = lambda rows: None
+    turbo: ContextModel,
+    parts: Sequence[RowSlice],
+    budget: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    frozen_query: FrozenQuery | None = None,
 ) -> list[Tensor]:
     """What is kept of rows that share batches, in which rows of similar width follow each other.
 
@@ -334,13 +351,14 @@ def predict_together(
         parts: the rows; all contexts are stored under the same options, or there are none.
         budget: tokens per batch.
         advance: called with numbers of predicted tokens.
+        frozen_query: the query at the end of the only context, of which the rows are parts; None for none.
 
     Returns:
         For each part what `RowGroup.reduce` keeps of its rows.
     """
     caches = list({id(part.cache): part.cache for part in parts if part.cache is not None}.values())
     begins = dict(zip(map(id, caches), accumulate((one.batch_size for one in caches), initial=0), strict=False))
-    past, shared = 0, dict[str, TurboKVCache]()
+    past, shared = 0, dict[str, Any]()
     if caches:
         # Contexts that were computed in one batch are read where they are.
         cache = caches[0] if len(caches) == 1 else TurboKVCache.cat(caches)
@@ -349,6 +367,8 @@ def predict_together(
         if turbo.model.device.type == "cpu" or not any(part.group.hides for part in parts):
             cache = maybe_decode(turbo, cache, sum(part.tokens for part in parts))
         shared["past_key_values"] = cache
+        if frozen_query is not None:
+            shared["frozen_query"] = frozen_query
     else:
         check_memory(turbo.model.base_model, max(part.group.width for part in parts))
     order = sorted(range(len(parts)), key=lambda number: parts[number].group.width)

@@ -46,6 +46,7 @@ class RowGroup(ABC):
         width: tokens in each row.
         hides: whether they hide tokens of the context from some rows.
         cache: the context, `kept` tokens of one row, where it need not be computed.
+        query: tokens that are appended to the context before the rows read it, and are a part of `kept`.
     """
 
     context: Sequence[int] = ()
@@ -54,6 +55,7 @@ class RowGroup(ABC):
     width: int
     hides: bool = False
     cache: TurboKVCache | None = None
+    query: Sequence[int] = ()
 
     @abstractmethod
     def rows(self, numbers: Tensor) -> RowBatch:

@@ -67,26 +67,34 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
 
     Attributes:
         method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
+        freeze_query: see `score_variants`; the arm `full` always runs whole proteins.
     """
 
     method: VariantMethod = "masked"
+    freeze_query: bool = False
     reads_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("method", self.method, get_args(VariantMethod))
+        if self.freeze_query and (self.method == "wild_type" or set(self.arms) == {"full"}):
+            raise ValueError(
+                "a frozen query is for masked residues after stored homologs: it needs another arm than full and"
+                " another method than wild_type"
+            )
 
     def rows(self, turbo: ContextModel, item: WildType, arm: Arm) -> ProteinRows:
         """See `ScoringTask.rows`."""
         protein = item.sequence if item.cache is None else item.cache
         given = item.variants, self.method, arm, self.refresh, item.first_position, item.contexts
-        return ProteinRows(turbo, protein, *given)
+        return ProteinRows(turbo, protein, *given, self.freeze_query and arm != "full")
 
     def tokens(self, item: WildType) -> int:
         """A context, and a row for every position."""
         length, units = len(item.sequence), self.units(item)
         if item.context_sizes:
-            return sum(item.context_sizes) + units * length
+            whole = "full" in self.arms or not self.freeze_query
+            return sum(item.context_sizes) + units * (length if whole else self.refresh + 1)
         contexts = units if self.method == "pseudo_perplexity" else length
         return contexts + units * (length if "full" in self.arms else self.refresh + 1)
 
@@ -132,6 +140,7 @@ def score_variants(
     store: ReadableSource | None = None,
     progress: Progress | None = None,
     context: Contexts | None = None,
+    freeze_query: bool = False,
 ) -> VariantScores:
     """Score variants of a protein.
 
@@ -157,6 +166,8 @@ def score_variants(
             contexts, log-probabilities are averaged. Or a cache of them, one context in each row. None scores the
             protein alone. The homologs are what is cached: every row runs the whole protein after them, whatever
             `refresh` is, so that `frozen` equals `full`; without a context the arm is `full`.
+        freeze_query: after a `context`, run the protein once and reuse its keys and values, so that a row runs only the
+            masked position and `refresh` residues around it, as with ESM-2. This is faster and no longer exact.
 
     Raises:
         ValueError: the protein is empty or has a letter that is not a residue, a variant does not fit it, an option
@@ -168,7 +179,7 @@ def score_variants(
     if arm is None and context is None and cache is None:
         arm = default_query_arm(turbo)
     arm, _ = resolve_arm(turbo, arm, cache, reads_on=False)
-    task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
+    task = VariantsTask((arm,), refresh, toks_per_batch, store, method, freeze_query)
     names = None if variants is None else as_list(variants, "variant")
     position = first_position_of(wild_type, first_position)
     if isinstance(wild_type, TurboKVCache):

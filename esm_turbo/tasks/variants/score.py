@@ -76,7 +76,7 @@ class VariantScores(ItemScores):
         preset: storage format of the wild type; None for `full`.
         model: name of the model.
         refresh: number of residues around a position that ran again with its mask; 0 for `full` and for wild-type
-            marginals.
+            marginals, and where whole proteins ran after homologs.
         first_position: position of the protein's first residue.
         contexts: number of contexts of homologs whose log-probabilities were averaged.
     """
@@ -191,7 +191,8 @@ class WindowRows(WholeRows):
     def rows(self, numbers: Tensor) -> RowBatch:
         """See `RowGroup.rows`."""
         whole, positions = torch.tensor(list(self.ids)), self.positions[numbers]
-        residues = len(self.ids) - 1 - (self.ids[-1] == self.codes.eos)
+        after = len(self.codes.after) if self.ids[-1] == self.codes.eos else 0
+        residues = len(self.ids) - self.first - after
         start = (positions - (self.width - 1) // 2).clamp(0, residues - self.width)
         columns = self.first + start[:, None] + torch.arange(self.width)
         at = positions - start
@@ -200,6 +201,26 @@ class WindowRows(WholeRows):
             input_ids = input_ids.scatter(1, at[:, None], self.codes.mask)
         visible = torch.ones(len(positions), len(whole), dtype=torch.int64).scatter(1, columns, 0)
         return RowBatch(input_ids, at, visible, columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenQueryRows(WindowRows):
+    """Such rows of a query, which was appended to its homologs and frozen.
+
+    Attributes:
+        homologs: number of tokens of the context before the query.
+        begin: position of the query's first token.
+    """
+
+    homologs: int
+    begin: int
+
+    def rows(self, numbers: Tensor) -> RowBatch:
+        """See `RowGroup.rows`."""
+        batch = super().rows(numbers)
+        assert batch.visible is not None and batch.position_ids is not None
+        visible = torch.nn.functional.pad(batch.visible, (self.homologs, 0), value=1)
+        return batch._replace(visible=visible, position_ids=self.begin + batch.position_ids)
 
 
 class ProteinRows(ItemRows[VariantScores]):
@@ -214,6 +235,7 @@ class ProteinRows(ItemRows[VariantScores]):
         refresh: number of residues around a position that run again with its mask, where one is masked.
         first_position: position of the protein's first residue.
         context: homologs, see `score_variants`.
+        freeze_query: see `score_variants`.
 
     Attributes:
         groups: one, on the protein; by pseudo-perplexity, one on each variant besides. Of several contexts of homologs,
@@ -236,6 +258,7 @@ class ProteinRows(ItemRows[VariantScores]):
         refresh: int,
         first_position: int,
         context: Contexts | None = None,
+        freeze_query: bool = False,
     ) -> None:
         self.turbo, self.method, self.arm, self.first_position = turbo, method, arm, first_position
         codes, cache = turbo.codes, wild_type if isinstance(wild_type, TurboKVCache) else None
@@ -248,8 +271,11 @@ class ProteinRows(ItemRows[VariantScores]):
         self.wild_type = codes.decode(token for token in ids if token not in {*codes.before, *codes.after})
         self._contexts = query_contexts(turbo, context, arm)
         self.variants = None if variants is None else as_list(variants, "variant")
+        if freeze_query and not self._contexts:
+            raise ValueError("`freeze_query` reuses a protein after its homologs; give a `context`")
+        self._freezes = freeze_query
+        refreshes = method != "wild_type" and (freeze_query or row_arm(turbo, arm) != "full")
         # A protein has at most this many residues besides the masked one.
-        refreshes = method != "wild_type" and row_arm(turbo, arm) != "full"
         self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
         if method == "pseudo_perplexity":
             if cache is not None:
@@ -292,6 +318,12 @@ class ProteinRows(ItemRows[VariantScores]):
         context.check_query(self.turbo, ids, "the wild type")
         if self.arm != "full":
             shared = shared | {"context": context.ids, "kept": len(context.ids), "cache": context.cache}
+            if self._freezes:
+                [present], _ = self.turbo.codes.present([context.ids])
+                width = min(self.refresh + 1, len(ids) - self.turbo.codes.around)
+                shared |= {"query": ids, "homologs": len(present), "begin": len(context.ids), "hides": True}
+                shared |= {"kept": len(present) + len(ids), "width": width}
+                return FrozenQueryRows(ids=ids, **shared)
             return WholeRows(ids=ids, width=len(ids), **shared)
         [present], positions = self.turbo.codes.present([[*context.ids, *ids]])
         row = [int(token) for token in present]

@@ -70,6 +70,22 @@ def test_arms_agree_and_the_protein_alone_is_scored_in_full(run, e1, family, tmp
     assert alone == pytest.approx(e1.score_variants(PROTEIN).values, abs=1e-5)
 
 
+def test_a_frozen_protein_is_recorded_and_the_full_arm_stays_exact(run, e1, family, write, tmp_path):
+    table, out, found = write("variants.csv", "mutant\nM1A\nV5A\n"), tmp_path / "scores.csv", tmp_path / "scores.json"
+    exact = ("--homologs", family, "--arm", "full", "frozen", "--refresh", 2)
+    assert run(table, *exact, "--out", out).code == 0
+    before = out.read_text()
+    assert run(table, *exact, "--freeze-query", "--out", out, "--json", found).code == 0
+    context = read_homologs(family, PROTEIN).sample(seed=0)
+    given = {"arm": "frozen", "context": context, "freeze_query": True, "refresh": 2}
+    expected = e1.score_variants(PROTEIN, ["M1A", "V5A"], **given)
+    rows, run_before = list(csv.DictReader(out.open())), list(csv.DictReader(before.splitlines()))
+    assert [float(row["frozen"]) for row in rows] == pytest.approx(expected.values, abs=1e-5)
+    assert [row["full"] for row in rows] == [row["full"] for row in run_before]
+    assert [row["frozen"] for row in rows] != [row["frozen"] for row in run_before]
+    assert json.loads(found.read_text())["run"]["homologs"]["freeze_query"] is True
+
+
 def test_the_map_of_variants_is_drawn(run, family, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "map.svg"
@@ -102,6 +118,10 @@ def test_what_has_no_use_is_refused(run, esm, family, write):
     missing = Path("missing.a3m")
     assert "there is no such file" in run("--homologs", missing).error
     assert "are for --homologs; name the family" in run("--seed", 3).error
+    assert "are for --homologs; name the family" in run("--freeze-query").error
+    frozen = ("--homologs", family, "--freeze-query")
+    for options in (("--arm", "full"), ("--method", "wild_type")):
+        assert "it needs another arm than full and another method than wild_type" in run(*frozen, *options).err
     assert "arm 'frozen' stores homologs, and there are none" in run("--arm", "frozen").err
     several = write("several.fasta", f">wt\n{PROTEIN}\n>other\nMKT\n")
     assert esm("variants", several, "--homologs", family).error.endswith("is the family of one protein; there are 2")

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo.tasks.common.homologs import freeze_query
+from esm_turbo.tasks.variants.score import FrozenQueryRows
 from tests.test_modeling_e1_turbo import E1_MINI
 
 # Scores of `E1Scorer` (github.com/Profluent-AI/E1, commit 219c7c7) on e1-mini in float32: the autocast of its predictor
@@ -50,6 +52,64 @@ def test_compressed_homologs_change_scores_little() -> None:
     assert 0 < np.abs(np.subtract(found.values, exact.values)).max() < 0.5
     stored = calibrated.score_variants(WILD_TYPE, VARIANTS, context=calibrated.prefill(CONTEXTS))
     assert_close(stored.values, found.values, 0.05)
+
+
+@torch.no_grad()
+def test_parts_of_a_frozen_query_see_what_the_whole_sees(e1: TurboEsm) -> None:
+    """Where nothing is masked, freezing changes nothing: one in the middle, at either end, and after X in homologs."""
+    context = "MKXXTAYX,XGSW," + CONTEXTS[0]
+    cache, ids = e1.prefill(context), e1.codes.whole(e1.codes.encode(WILD_TYPE, "it"))
+    expected = e1.extend(cache, WILD_TYPE).logits[0]
+    whole, frozen = freeze_query(e1, cache, ids)
+    assert cache.lengths.item() == whole.lengths.item() - len(ids)
+    rows = FrozenQueryRows(
+        codes=e1.codes, ids=ids, first=2, positions=torch.tensor([0, 50, len(WILD_TYPE) - 1]), method="wild_type",
+        count=3, width=9, homologs=cache.lengths.item(), begin=cache.next_positions.item(),
+    ).rows(torch.arange(3))  # fmt: skip
+    mask = torch.cat([rows.visible, torch.ones_like(rows.input_ids)], dim=1)
+    found = e1.model(rows.input_ids, mask, rows.position_ids, past_key_values=whole, frozen_query=frozen).logits
+    own = torch.tensor([[*range(2, 11)], [*range(48, 57)], [*range(len(ids) - 11, len(ids) - 2)]])
+    torch.testing.assert_close(found, expected[own], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("arm", ["frozen", "turbo"])
+@pytest.mark.parametrize("method", ["masked", "pseudo_perplexity"])
+def test_a_frozen_query_costs_accuracy_that_refreshing_gives_back(e1: TurboEsm, arm: str, method: str) -> None:
+    given = {"method": method, "arm": arm, "context": CONTEXTS}
+    protein, variants = (WILD_TYPE, VARIANTS) if method == "masked" else (WILD_TYPE[:30], ["M1A"])
+    exact = e1.score_variants(protein, variants, **given)
+    errors = []
+    for refresh in (0, 32, 1000):
+        found = e1.score_variants(protein, variants, **given, freeze_query=True, refresh=refresh)
+        assert (found.refresh, found.contexts) == (min(refresh, len(protein) - 1), len(CONTEXTS))
+        errors.append(np.abs(np.subtract(found.values, exact.values)).mean())
+    assert errors[0] > errors[1] > 0 and errors[2] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("arm", ["frozen", "turbo"])
+def test_a_frozen_query_leaves_homologs_in_a_store_as_they_are(e1: TurboEsm, tmp_path: Path, arm: str) -> None:
+    given = {"arm": arm, "context": CONTEXTS, "freeze_query": True}
+    expected = e1.score_variants(WILD_TYPE, VARIANTS, **given)
+    for _ in range(2):
+        with ContextStore(tmp_path) as store:
+            for _ in range(2):
+                assert_close(e1.score_variants(WILD_TYPE, VARIANTS, **given, store=store).values, expected.values)
+    with ContextStore(tmp_path) as store:
+        exact = e1.score_variants(WILD_TYPE, VARIANTS, context=CONTEXTS, store=store)
+    assert_close(exact.values, REFERENCE["scores"]["masked 3"])
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"context": CONTEXTS[0], "arm": "full"}, {"context": CONTEXTS[0], "method": "wild_type"}], ids=str
+)
+def test_nothing_to_freeze(e1: TurboEsm, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a frozen query is for masked residues after stored homologs"):
+        e1.score_variants(WILD_TYPE, VARIANTS, **given, freeze_query=True)
+
+
+def test_other_families_freeze_no_query(turbo: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="`freeze_query` reuses a protein after its homologs; give a `context`"):
+        turbo.score_variants(WILD_TYPE, VARIANTS, freeze_query=True)
 
 
 @pytest.mark.parametrize("method", ["masked", "wild_type"])
