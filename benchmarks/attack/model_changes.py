@@ -91,8 +91,9 @@ def other_dtype(model: Any, undo: ExitStack) -> None:
 
 
 def half_a_layer(model: Any, undo: ExitStack) -> None:
-    _layer(model).output.to(torch.bfloat16 if model.dtype != torch.bfloat16 else torch.float32)
-    undo.enter_context(torch.autocast("cpu", torch.bfloat16))
+    _layer(model).output.to(torch.bfloat16 if model.dtype == torch.float32 else torch.float32)
+    # PyTorch's norms take no bfloat16 beside weights in float16.
+    undo.enter_context(torch.autocast("cpu", torch.float16 if model.dtype == torch.float16 else torch.bfloat16))
 
 
 def product_precision(model: Any, undo: ExitStack) -> None:

@@ -273,7 +273,7 @@ def _nonsense(rng: random.Random, key: str) -> tuple[str, bytes]:
         b'{"%b": ' % field + b"9" * size + b"}",
         b'{"%b": NaN}' % field,
         b'{"%b": ["A"], "%b": 7}' % (field, field),
-        json.dumps({secrets.token_hex(4): None for _ in range(size // 100)}).encode(),
+        json.dumps({secrets.token_hex(4): None for _ in range(1 + size // 100)}).encode(),
         rng.randbytes(size),
         embedding(["ACD"] * (size // 10))[: -rng.randrange(1, 20)],
         b"",
