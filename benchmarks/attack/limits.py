@@ -11,6 +11,7 @@ from benchmarks.attack.commands import COMMANDS, References, differences, output
 from benchmarks.attack.kills import count_operations
 from benchmarks.attack.operations import Operations
 from benchmarks.attack.trial import Finding, Outcome, command, faults
+from esm_turbo.files.writing import LOCK_FILE
 
 _MIB = 2**20
 
@@ -57,8 +58,9 @@ def _about_a_disk(outcome: Outcome, name: str, folder: Path, *, read_only: bool)
         findings.append(Finding("left behind", ", ".join(left[:3])))
     if read_only and outcome.code != 2:
         findings.append(Finding("exit", f"exit code {outcome.code} for an output that can never be written: {last}"))
-    # Exit code 1: the job was done when its results could not be written.
-    if outcome.code == 1 and name in ("score", "variants", "generate") and not outcome.out.strip():
+    # Exit code 1: the job was done when its results could not be written, unless it could not even lock them.
+    begun = outcome.code == 1 and not last.endswith(f"{LOCK_FILE}'")
+    if begun and name in ("score", "variants", "generate") and not outcome.out.strip():
         findings.append(Finding("results lost", f"neither written nor printed: {last}"))
     return findings
 
