@@ -86,6 +86,23 @@ def _after_homologs(presets: Sequence[str], cell: Callable[[str, dict[str, Any]]
     return table(["preset", *head], rows) + size + source(newest[last], "homologs", "e1-mini")
 
 
+def frozen_queries() -> str:
+    """The small model of E1 with a frozen query after homologs: errors of scores by residues refreshed."""
+    newest = stored.newest("frozen_queries", lambda figures: figures["refresh"])
+    rows = []
+    for refresh, record in sorted(newest.items()):
+        figures = record["figures"]
+        numbers = small(figures["error_mean"]), small(figures["error_max"]), f"{figures['speedup']:.1f}x"
+        rows.append([str(refresh), f"{figures['spearman']:.4f}", *numbers])
+    head = ["refreshed", "Spearman with whole proteins", "mean difference", "largest difference", "speedup"]
+    figures = newest[0]["figures"]
+    size = (
+        f"{figures['variants']:,} variants of {figures['families']} proteins, whose scores have a standard deviation of"
+        f" {figures['score_sd']:.1f}. "
+    )
+    return table(head, rows) + size + source(newest[0], "frozen_queries", "e1-mini")
+
+
 def codecs() -> str:
     """Every preset that was measured, by bits: memory, and leave-one-out accuracy."""
     rows = []
@@ -155,7 +172,7 @@ def _some_other() -> str:
 TABLES = {
     function.__name__: function
     for function in (
-        overview, families, homologs, homolog_errors,
+        overview, families, homologs, homolog_errors, frozen_queries,
         codecs, freezing, memory_by_geometry,
     )
 }  # fmt: skip
