@@ -83,7 +83,9 @@ def test_a_frozen_protein_is_recorded_and_the_full_arm_stays_exact(run, e1, fami
     assert [float(row["frozen"]) for row in rows] == pytest.approx(expected.values, abs=1e-5)
     assert [row["full"] for row in rows] == [row["full"] for row in run_before]
     assert [row["frozen"] for row in rows] != [row["frozen"] for row in run_before]
-    assert json.loads(found.read_text())["run"]["homologs"]["freeze_query"] is True
+    result = json.loads(found.read_text())
+    assert result["run"]["homologs"]["freeze_query"] is True
+    assert {arm: one["refresh"] for arm, one in result["results"][0]["arms"].items()} == {"full": 0, "frozen": 2}
 
 
 def test_the_map_of_variants_is_drawn(run, family, tmp_path):
