@@ -90,9 +90,10 @@ class ContextModel:
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
-    `new_cache()`, `bind_cache()`, `refresh_fingerprint()` and `growing()`; of the encoder, `model.base_model`, the
-    forward, `config`, `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the
-    encoder's layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
+    `new_cache()`, `bind_cache()`, `refresh_fingerprint()`, `watched()` and `growing()`; of the encoder,
+    `model.base_model`, the forward, `config`, `device`, `turbo_config`, `codec()`, `decoded()` and
+    `predict_contacts()`. Calibration reads the encoder's layers, and evaluations also use `kv_session`, `special_ids`,
+    `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.
@@ -262,9 +263,15 @@ class ContextModel:
         if append:
             self.model.refresh_fingerprint()
             return call()
-        output = call()
+        with self.model.watched() as changed:
+            try:
+                output = call()
+            except Exception:
+                if not changed():
+                    raise
+                return call()
         # Looked for while the device computes: what changed weights made of a context is not returned.
-        return call() if self.model.refresh_fingerprint() else output
+        return call() if changed() else output
 
     def _extend(
         self,

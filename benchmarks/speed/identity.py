@@ -67,6 +67,14 @@ def cases(
             with _unchecked(turbo):
                 extend()
 
+        def read() -> None:
+            for _ in range(calls):
+                turbo.extend(cache, new).logits.cpu()
+
+        def read_unchecked() -> None:
+            with _unchecked(turbo):
+                read()
+
         with tempfile.TemporaryDirectory() as folder:
             ContextStore(folder).add(turbo, [new])
             arms: dict[str, list[Callable[[], Any]]] = {
@@ -76,11 +84,15 @@ def cases(
                 "looking for changes in the sample, too": [turbo.model.refresh_fingerprint],
                 "extension": [extend],
                 "extension without checks": [unchecked],
+                "extension and its logits": [read],
+                "extension and its logits without checks": [read_unchecked],
             }
             seconds = spread(interleave(arms, repeats))
-        for name in ("extension", "extension without checks"):
-            seconds[name] = {key: value / calls for key, value in seconds[name].items()}
-        ratios = {"extension / without checks": ratio(seconds, "extension", "extension without checks")}
+        ratios = {}
+        for name in ("extension", "extension and its logits"):
+            for arm in (name, f"{name} without checks"):
+                seconds[arm] = {key: value / calls for key, value in seconds[arm].items()}
+            ratios[f"{name} / without checks"] = ratio(seconds, name, f"{name} without checks")
         return {"seconds": seconds, "ratios": ratios}
 
     shape = {
@@ -100,7 +112,10 @@ def cases(
 def _unchecked(turbo: TurboEsm) -> Iterator[None]:
     """Calls take the identity that was last seen."""
     identity = model_identity(turbo.model.esm, sampled=False)
-    with mock.patch.object(cache_engine, "model_identity", lambda *_, **__: identity):
+    with (
+        mock.patch.object(cache_engine, "model_identity", lambda *_, **__: identity),
+        mock.patch.object(cache_engine, "watch", lambda *_: lambda: False),
+    ):
         yield
 
 

@@ -19,7 +19,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,14 +51,24 @@ __all__ = [
     "owned",
     "seen_before",
     "seen_code",
+    "seen_identity",
+    "watch",
 ]
 
 _KEPT_AS = "_seen_model"
 _OWNED = weakref.WeakSet[Any]()
 _VERSION = operator.attrgetter("_version")
 
-Gather = Callable[[Sequence[Tensor]], Callable[[], Tensor]]
-"""Given views of tensors, [elements] each, makes a function that reads them, one after the other."""
+
+class Gathered(Protocol):
+    """Elements of many tensors, see `Gatherer`."""
+
+    def compare(self, expected: Tensor) -> Callable[[], bool]:
+        """Begin to compare them with those expected; what is returned waits for the result."""
+
+
+Gather = Callable[[Sequence[Tensor]], Gathered]
+"""Given views of tensors, [elements] each, what reads them, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,36 @@ def model_identity(model: Any, *, sampled: bool | None = None, gather: Gather | 
     return seen.identity(model)
 
 
+def seen_identity(model: Any) -> ModelIdentity | None:
+    """The identity of an encoder if nothing has changed since it was last seen, which is not looked at."""
+    seen: _Seen | None = model.__dict__.get(_KEPT_AS)
+    return None if seen is None else seen.identity(model)
+
+
+def watch(model: Any, gather: Gather | None = None) -> Callable[[], bool]:
+    """Begin to look for changes of an encoder, as `model_identity` does with its sample.
+
+    The sample is read as the model is now, and a device need not be waited for until later.
+
+    Args:
+        model: the encoder.
+        gather: as of `model_identity`.
+
+    Returns:
+        Tells whether the model has changed since it was last seen, and then sees it anew.
+    """
+    seen: _Seen = model.__dict__.get(_KEPT_AS) or _look(model)
+    same = seen.begin_sample(gather)
+
+    def changed() -> bool:
+        if seen.is_current(model, False, None) and same():
+            return False
+        _look(model)
+        return True
+
+    return changed
+
+
 def exact_identity(model: Any) -> ModelIdentity:
     """The identity of an encoder, or of a model with a head, for which every tensor is read.
 
@@ -286,7 +326,7 @@ class _Seen:
         self.strides = [*map(Tensor.stride, self.tensors)]
         self.views = sampled_views(self.tensors)
         self.sample = self._sample()
-        self.gathered: list[Callable[[], Tensor]] | None = None
+        self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
         self.names, self.foreign = _digest(sorted(code.names)), code.foreign
         self.described = {
@@ -319,15 +359,19 @@ class _Seen:
         spaces, keys, functions = self.code
         if not all(map(operator.is_, map(getattr, spaces, keys), functions)) or self._traces(model) != self.traces:
             return False
-        if not (self.on_cpu if sampled is None else sampled):
-            return True
+        return not (self.on_cpu if sampled is None else sampled) or self.begin_sample(gather)()
+
+    def begin_sample(self, gather: Gather | None) -> Callable[[], bool]:
+        """Begin to compare the sample with the model; the result tells whether it is the same."""
         if [*map(Tensor.stride, self.tensors)] != self.strides:
-            return False
+            return lambda: False
         if gather is None:
-            return all(map(torch.equal, self.sample, self._sample()))
+            same = all(map(torch.equal, self.sample, self._sample()))
+            return lambda: same
         if self.gathered is None:
             self.gathered = [gather(views) for views in self.views]
-        return all(torch.equal(before, found()) for before, found in zip(self.sample, self.gathered, strict=True))
+        begun = [found.compare(before) for before, found in zip(self.sample, self.gathered, strict=True)]
+        return lambda: all(same() for same in begun)
 
     def _traces(self, model: Any) -> tuple[Any, ...]:
         """What differs after a change, without reading any tensor's elements."""

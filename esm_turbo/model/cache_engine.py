@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -13,7 +13,14 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import same_codec
-from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_before
+from esm_turbo.files.identity import (
+    ModelIdentity,
+    exact_identity,
+    model_identity,
+    seen_before,
+    seen_identity,
+    watch,
+)
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -26,6 +33,8 @@ from esm_turbo.ops.warmup import Sizes
 
 # The caches of one encoder are stored under these options, for the thread or task that says so.
 _CHOSEN = ContextVar[tuple["CacheEngine", TurboConfig] | None]("chosen", default=None)
+# The model of this engine is looked at after the call, for the thread or task that says so.
+_WATCHED = ContextVar["CacheEngine | None"]("watched", default=None)
 
 
 class CacheEngine:
@@ -176,10 +185,28 @@ class CacheEngine:
         Returns:
             Whether there were any since the last forward.
         """
-        fast = self.encoder.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
         before = seen_before(self.encoder)
-        model_identity(self.encoder, sampled=True, gather=Gatherer if fast else None)
+        model_identity(self.encoder, sampled=True, gather=self._gather)
         return seen_before(self.encoder) is not before
+
+    @property
+    def _gather(self) -> type[Gatherer] | None:
+        """How a sample of the weights is read."""
+        return Gatherer if self.encoder.device.type == "cuda" and self.kv_backend.name is Backend.TRITON else None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Callable[[], bool]]:
+        """Within the block, forwards with caches that were this model's when it was last seen do not look at it again.
+
+        Gives what tells afterwards, while a device still computes, whether the model has changed since; what the block
+        computed is then to be dropped. Nothing within it may change a cache.
+        """
+        changed = watch(self.encoder, self._gather)
+        token = _WATCHED.set(self)
+        try:
+            yield changed
+        finally:
+            _WATCHED.reset(token)
 
     def bind_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
@@ -199,8 +226,11 @@ class CacheEngine:
         if isinstance(cache, PooledContexts):
             for slab in cache.slabs_read:
                 self.claim(slab)
-        identity, codec = model_identity(self.encoder), cache.codec
-        if codec is not None and cache.identity is identity and codec is self._codec(cache.config, identity):
+        if _WATCHED.get() is self and self._is_own(cache, seen_identity(self.encoder)):
+            self._place(cache)
+            return
+        identity = model_identity(self.encoder)
+        if self._is_own(cache, identity):
             self._place(cache)
             return
         geometry = Geometry.of(self.encoder.config)
@@ -215,6 +245,15 @@ class CacheEngine:
         # The same object, so that the next check is one of identity.
         cache.codec, cache.identity = codec, identity
         self._place(cache)
+
+    def _is_own(self, cache: TurboKVCache, identity: ModelIdentity | None) -> bool:
+        """Whether a cache has been claimed by a model of this identity, with the codec that it has now."""
+        return (
+            identity is not None
+            and cache.identity is identity
+            and cache.codec is not None
+            and cache.codec is self._codec(cache.config, identity)
+        )
 
     def decode(self, cache: TurboKVCache) -> TurboKVCache:
         """See `CachedModel.decoded`; nothing is checked, and nothing waits for a device."""

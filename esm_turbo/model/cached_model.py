@@ -7,8 +7,8 @@ answers what differs between families (`FamilyEncoder`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +89,10 @@ class CacheMethods(CheckpointMixin):
     def refresh_fingerprint(self) -> bool:
         """See `CacheEngine.refresh_fingerprint`."""
         return self._encoder.kv.refresh_fingerprint()
+
+    def watched(self) -> AbstractContextManager[Callable[[], bool]]:
+        """See `CacheEngine.watched`."""
+        return self._encoder.kv.watched()
 
     def bind_cache(self, cache: TurboKVCache) -> None:
         """See `CacheEngine.bind_cache`."""

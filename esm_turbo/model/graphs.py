@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
+from esm_turbo.files.identity import seen_code
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.growth import Growth, StepKind, StepRunner
 from esm_turbo.model.packing import Packing
@@ -487,6 +488,7 @@ class GraphPool:
     def _add(self, key: Any, caller: Caller, make: Callable[[], Any]) -> None:
         """Capture the graph of a key, unless it cannot be; then it is not tried again."""
         device, executor = caller.device, caller.executor
+        known = seen_code(executor.encoder)
         if self._memory is None and torch.cuda.is_available():
             # Graphs are replayed one after the other, so that one may use the memory of another.
             self._memory = torch.cuda.graph_pool_handle()
@@ -499,7 +501,10 @@ class GraphPool:
                 encoder = executor.encoder
                 weights = [x.detach() for x in (*encoder.parameters(), *encoder.buffers())]
                 graph.read = [executor.kv.codec(graph.contexts.config), *weights]
-                self._graphs[key] = graph
+            # The codec's model was looked at anew: what runs or its options may not be those of the caller's addresses.
+            if seen_code(executor.encoder) != known:
+                return
+            self._graphs[key] = graph
         except RuntimeError as error:
             # Graphs of other shapes may still fit.
             self._uses[key] = -(2**62)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -196,6 +196,25 @@ class Gatherer:
         else:
             launch_copies(sources.table, targets.table, sources.words and targets.words)
         return self._gathered
+
+    def compare(self, expected: Tensor) -> Callable[[], bool]:
+        """Begin to compare all elements with those expected.
+
+        Returns:
+            Tells whether they are equal. It waits for the comparison, and not for what the device computes afterwards.
+        """
+        same = (self() == expected).all()
+        if same.device.type != "cuda":
+            return lambda: bool(same)
+        told = torch.empty((), dtype=torch.bool, pin_memory=True)
+        told.copy_(same, non_blocking=True)
+        copied = torch.cuda.current_stream(same.device).record_event()
+
+        def is_same() -> bool:
+            copied.synchronize()
+            return bool(told)
+
+        return is_same
 
 
 class Cutter:

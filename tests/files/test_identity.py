@@ -23,6 +23,8 @@ from esm_turbo.files.identity import (
     model_identity,
     owned,
     seen_code,
+    seen_identity,
+    watch,
 )
 from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model import packed_encoder
@@ -283,6 +285,21 @@ def test_large_writes_without_a_trace_are_noticed(model):
     data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
     assert model_identity(model, sampled=False) is before
     assert model_identity(model, sampled=True, gather=Gatherer).difference(before) == "the weights differ"
+
+
+@pytest.mark.parametrize("gather", [None, Gatherer])
+def test_changes_are_told_of_the_time_when_one_began_to_watch(model, gather):
+    before = model_identity(model, gather=gather)
+    assert not watch(model, gather)()
+    changed = watch(model, gather)
+    with torch.no_grad():
+        model.get_parameter(TENSORS[4]).mul_(2)
+    assert changed()
+    assert seen_identity(model).difference(before) == "the weights differ"
+    assert not watch(model, gather)()
+    data = model.get_parameter(TENSORS[4]).data
+    data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
+    assert watch(model, gather)()
 
 
 def test_a_model_that_nobody_else_reaches_is_read_once(model):

@@ -32,9 +32,10 @@ def test_calls_are_compared_with_those_that_recognise_no_model() -> None:
     [case] = identity.cases(TINY, 20, 3, "cpu", torch.float32, calls=2, at_most=1.02)
     figures = measured(case)
     seconds = figures["seconds"]
-    assert len(seconds) == 6
-    expected = seconds["extension"]["p50"] / seconds["extension without checks"]["p50"]
-    assert figures["ratios"]["extension / without checks"] == pytest.approx(expected)
+    assert len(seconds) == 8
+    for arm in ("extension", "extension and its logits"):
+        expected = seconds[arm]["p50"] / seconds[f"{arm} without checks"]["p50"]
+        assert figures["ratios"][f"{arm} / without checks"] == pytest.approx(expected)
 
 
 def test_embeddings_are_compared_with_both_loops() -> None:
