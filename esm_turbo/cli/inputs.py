@@ -278,7 +278,8 @@ def resumable(out: Path | None) -> Iterator[Journal | None]:
         if journal is not None:
             if journal.found:
                 done = "was" if journal.found == 1 else "were"
-                say(f"{out}: continued a run that was stopped, {counted(journal.found, 'part')} of which {done} done")
+                parts = f"{counted(journal.asked, 'part')} of which {journal.found:,} {done} done"
+                say(f"{out}: continued a run that was stopped, {parts}")
             journal.remove()
 
 

@@ -29,7 +29,8 @@ class Journal:
         folder: of the file; it exists, and no other process writes into it.
 
     Attributes:
-        found: number of values of an earlier run that were asked for.
+        asked: number of values that were asked for.
+        found: number of these that an earlier run has kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +38,7 @@ class Journal:
         refuse_links(self._path, folder)
         self._values: dict[str, Any] = {}
         self._writes, self._ends = True, True
-        self.found = 0
+        self.asked = self.found = 0
         if self._path.is_file():
             data = self._path.read_bytes()
             self._ends = data.endswith(b"\n")
@@ -50,6 +51,7 @@ class Journal:
     def get(self, key: str) -> Any | None:
         """The value of a key; None if there is none."""
         value = self._values.get(key)
+        self.asked += 1
         self.found += value is not None
         return value
 

@@ -180,7 +180,7 @@ def test_the_shipped_targets_and_peptides_can_be_read():
 
 def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidates, tmp_path, monkeypatch):
     out, whole = tmp_path / "scores.csv", tmp_path / "whole.csv"
-    # A piece per target.
+    # A piece per candidate and target.
     monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 800)
     assert esm_shared("score", targets, candidates, "--out", whole).code == 0
     add = Journal.add
@@ -194,7 +194,7 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
         assert esm_shared("score", targets, candidates, "--out", out).code == 130
     assert not out.exists()
     result = esm_shared("score", targets, candidates, "--out", out)
-    assert f"{out}: continued a run that was stopped, 1 part of which was done" in result.err
+    assert f"{out}: continued a run that was stopped, 6 parts of which 1 was done" in result.err
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
     assert "continued" not in esm_shared("score", targets, candidates, "--out", out).err
