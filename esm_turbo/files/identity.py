@@ -63,8 +63,8 @@ _VERSION = operator.attrgetter("_version")
 class Gathered(Protocol):
     """Elements of many tensors, see `Gatherer`."""
 
-    def compare(self, expected: Tensor) -> Callable[[], bool]:
-        """Begin to compare them with those expected; what is returned waits for the result."""
+    def begin(self) -> Callable[[Tensor], bool]:
+        """See `Gatherer.begin`."""
 
 
 Gather = Callable[[Sequence[Tensor]], Gathered]
@@ -362,16 +362,19 @@ class _Seen:
         return not (self.on_cpu if sampled is None else sampled) or self.begin_sample(gather)()
 
     def begin_sample(self, gather: Gather | None) -> Callable[[], bool]:
-        """Begin to compare the sample with the model; the result tells whether it is the same."""
-        if [*map(Tensor.stride, self.tensors)] != self.strides:
-            return lambda: False
+        """Begin to compare the sample with the model as it is now; the result waits for a device."""
         if gather is None:
-            same = all(map(torch.equal, self.sample, self._sample()))
-            return lambda: same
+            found = self._sample()
+            return lambda: self._has_strides() and all(map(torch.equal, self.sample, found))
         if self.gathered is None:
             self.gathered = [gather(views) for views in self.views]
-        begun = [found.compare(before) for before, found in zip(self.sample, self.gathered, strict=True)]
-        return lambda: all(same() for same in begun)
+        begun = [found.begin() for found in self.gathered]
+        return lambda: (
+            self._has_strides() and all(same(before) for before, same in zip(self.sample, begun, strict=True))
+        )
+
+    def _has_strides(self) -> bool:
+        return [*map(Tensor.stride, self.tensors)] == self.strides
 
     def _traces(self, model: Any) -> tuple[Any, ...]:
         """What differs after a change, without reading any tensor's elements."""

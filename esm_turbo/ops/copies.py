@@ -197,24 +197,29 @@ class Gatherer:
             launch_copies(sources.table, targets.table, sources.words and targets.words)
         return self._gathered
 
-    def compare(self, expected: Tensor) -> Callable[[], bool]:
-        """Begin to compare all elements with those expected.
+    def begin(self) -> Callable[[Tensor], bool]:
+        """Remember what the device has been asked for until now.
 
         Returns:
-            Tells whether they are equal. It waits for the comparison, and not for what the device computes afterwards.
+            Tells whether all elements, as they are after that, are equal to those given. It does not wait for what the
+            device is asked for later.
         """
-        same = (self() == expected).all()
-        if same.device.type != "cuda":
-            return lambda: bool(same)
-        told = torch.empty((), dtype=torch.bool, pin_memory=True)
-        told.copy_(same, non_blocking=True)
-        copied = torch.cuda.current_stream(same.device).record_event()
+        device = self._sources.device
+        if device.type != "cuda":
+            return lambda expected: torch.equal(self(), expected)
+        asked = torch.cuda.current_stream(device).record_event()
 
-        def is_same() -> bool:
-            copied.synchronize()
-            return bool(told)
+        def is_same(expected: Tensor) -> bool:
+            self._beside.wait_event(asked)
+            with torch.cuda.stream(self._beside):
+                return torch.equal(self(), expected)
 
         return is_same
+
+    @functools.cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        """A stream beside that of forwards."""
+        return torch.cuda.Stream(self._sources.device)
 
 
 class Cutter:
