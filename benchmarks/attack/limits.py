@@ -89,7 +89,7 @@ def memory(rng: random.Random, folder: Path, references: References) -> list[Fin
     if outcome.code and "damaged" in said:
         findings.append(Finding("message", f"speaks of damage: {outcome.err.strip()[-250:]}"))
     # Where not even the model or a library fits, the error names that.
-    named = any(name in outcome.err for name in ("long", "cannot be loaded: ", "failed to map segment", "OpenBLAS"))
+    named = any(name in outcome.err for name in ("record '", "cannot be loaded: ", "failed to map segment", "OpenBLAS"))
     if outcome.code == 1 and name != "calibrate" and not named:
         findings.append(Finding("message", f"does not name the record: {outcome.err.strip()[-250:]}"))
     return [Finding(one.category, f"{name}, {room // _MIB} MiB more: {one.what}") for one in findings]

@@ -54,3 +54,7 @@ def variant_arms() -> Arms:
         for refresh in REFRESHES if preset == DEFAULT_PRESET else (DEFAULT_REFRESH,):
             arms[f"{preset}, masked, {refresh}"] = (preset, {"arm": "turbo", "refresh": refresh})
     return arms
+
+
+E1_OURS, E1_PREFILL, E1_REFERENCE = "prefill and all positions", "prefill", "E1Predictor"
+"""Arms of the benchmark of E1: a context and all positions after it, the context alone, and E1's own code."""

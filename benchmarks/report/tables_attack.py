@@ -1,4 +1,4 @@
-"""Tables of the newest attack of an hour or more, and of runs whose processes were killed."""
+"""Tables of the newest attack of an hour of processors or more, and of runs whose processes were killed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ _KILLED = {
 
 def attack() -> str:
     """Trials and findings by kind."""
-    runs = stored.newest("attack", lambda figures: "attack" if figures["seconds"] >= _HOUR else None)
+    runs = stored.newest(
+        "attack", lambda figures: "attack" if figures["seconds"] * figures["workers"] >= _HOUR else None
+    )
     [record] = runs.values()
     figures = record["figures"]
     rows = [

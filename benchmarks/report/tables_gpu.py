@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import stored
 from benchmarks.harness.names import (
     COMPRESSED,
+    E1_OURS,
+    E1_PREFILL,
+    E1_REFERENCE,
     LAYER,
     SDPA,
 )
@@ -19,10 +23,9 @@ FILE = "gpu"
 _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and random codes"}
 
 
-def gpu_attention() -> str:
+def gpu_attention(records: Sequence[Record]) -> str:
     """Microseconds of decode attention by shape, and how many times as fast as SDPA."""
     rows = []
-    records = _records("decode_attention_cuda")
     for record in records:
         figures = record["figures"]
         shape, seconds = figures["shape"], figures["seconds"]
@@ -37,9 +40,9 @@ def gpu_attention() -> str:
     return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
 
 
-def gpu_overview() -> str:
+def gpu_overview(records: Sequence[Record]) -> str:
     """Speedup of attention over compressed contexts against SDPA, for some shapes."""
-    records = [r for r in _records("decode_attention_cuda") if _decoding(r["figures"]["shape"]) in _OVERVIEW]
+    records = [r for r in records if _decoding(r["figures"]["shape"]) in _OVERVIEW]
     rows = [
         [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
         for record in records
@@ -48,9 +51,9 @@ def gpu_overview() -> str:
     return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
 
 
-def gpu_calls() -> str:
+def gpu_calls(records: Sequence[Record]) -> str:
     """Calls of the public API beside Hugging Face's model."""
-    records, rows = _records("calls_cuda"), []
+    rows = []
     for record in records:
         figures = record["figures"]
         rates, unit = figures["per_second"], figures["unit"]
@@ -69,9 +72,8 @@ def gpu_calls() -> str:
     return table(head, rows) + _source(records, "bfloat16, wall time from strings to results")
 
 
-def gpu_cold_start() -> str:
+def gpu_cold_start(records: Sequence[Record]) -> str:
     """The first calls on a machine."""
-    records = _records("cold_start_cuda")
     rows = []
     for record in records:
         figures = record["figures"]
@@ -80,6 +82,31 @@ def gpu_cold_start() -> str:
             rows.append([arm, kernels, f"{seconds[arm]['p50']:.1f}", f"{compilation[arm]:.1f}"])
     said = f"a fresh process on {records[-1]['figures']['cores']} cores, a single run each"
     return table(["process", "kernels", "all calls, s", "of which compiling, s"], rows) + _source(records, said)
+
+
+def gpu_e1(records: Sequence[Record]) -> str:
+    """All masked positions of a protein after homologs, beside E1's reference code."""
+    rows, parts = [], []
+    for record in records:
+        figures = record["figures"]
+        seconds = figures["seconds"]
+        if theirs := seconds.get(E1_REFERENCE):
+            parts.append(str(figures["reference_positions_measured"]))
+        rows.append([
+            figures["case"],
+            f"{theirs['p50']:.2f}" if theirs else "not measured",
+            f"{seconds[E1_OURS]['p50']:.2f}",
+            f"{1e3 * seconds[E1_PREFILL]['p50']:,.0f}" if E1_PREFILL in seconds else "",
+            f"{figures['ratios'][f'{E1_REFERENCE} / {E1_OURS}']:.1f}x" if theirs else "",
+            f"{figures['context_bytes'] / 2**20:.0f}" if "context_bytes" in figures else "",
+        ])  # fmt: skip
+    head = ["context", f"`{E1_REFERENCE}`, s", "all positions, s", "of which prefill, ms", "speedup", "context, MiB"]
+    shape = records[0]["figures"]["shape"]
+    said = (
+        f"a protein of {shape['residues']}, all positions masked, bfloat16, preset `{shape['preset']}`; the reference,"
+        f" without its optional kernels, ran {', '.join(parts)} of the positions, from which its time for all follows"
+    )
+    return table(head, rows) + _source(records, said)
 
 
 def _call(arm: str) -> str:
@@ -97,20 +124,32 @@ _OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", 
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start,
-    )
-}  # fmt: skip
+_SOURCES = {
+    gpu_overview: "decode_attention_cuda",
+    gpu_calls: "calls_cuda",
+    gpu_attention: "decode_attention_cuda",
+    gpu_cold_start: "cold_start_cuda",
+    gpu_e1: "e1_cuda",
+}
 
 
-def _records(*benchmarks: str) -> list[Record]:
-    """The newest record of every case."""
+def _on_each_device(make: Callable[[Sequence[Record]], str], benchmark: str) -> str:
+    """One table for every device, of the newest record of each case."""
     found = stored.newest(
-        "speed", lambda f: (f["benchmark"], f["case"]) if f["benchmark"] in benchmarks else None, FILE
+        "speed",
+        lambda f: (f["shape"].get("device_name"), f["case"]) if f["benchmark"] == benchmark else None,
+        FILE,
     )
-    return list(found.values())
+    devices = dict.fromkeys(record["environment"]["device_name"] for record in found.values())
+    return "\n".join(
+        make([record for record in found.values() if record["environment"]["device_name"] == device])
+        for device in devices
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__: partial(_on_each_device, make, benchmark) for make, benchmark in _SOURCES.items()
+}
 
 
 def _us(seconds: dict[str, Any], arm: str) -> str:

@@ -22,6 +22,9 @@ from torch import Tensor
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, spread, worst
+from benchmarks.harness.names import E1_OURS as OURS
+from benchmarks.harness.names import E1_PREFILL as PREFILL
+from benchmarks.harness.names import E1_REFERENCE as THEIRS
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.sessions import Extension
@@ -34,7 +37,6 @@ _EXTERNAL = _ROOT / "external"
 _REFERENCE = _EXTERNAL / "E1" / "src"
 E1_MINI = _ROOT / "models" / "e1-mini"
 
-OURS, PREFILL, THEIRS = "prefill and all positions", "prefill", "E1Predictor"
 _ATTENTION = "attention of one global layer"
 # Tokens that stand around the residues of a sequence.
 _AROUND = 4
