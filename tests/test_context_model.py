@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.context_model import ContextModel, as_list
-from esm_turbo.files.identity import seen_before
+from esm_turbo.files import identity
 from tests.helpers.models import CLS, assert_same_states
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -241,11 +242,12 @@ def test_devices_need_a_loaded_model(exact: TurboEsm) -> None:
         model.runner("all")
 
 
-def test_calls_read_the_weights_of_an_unchanged_model_once(turbo: TurboEsm) -> None:
-    cache = turbo.prefill("MKTAYIAKQR")
-    seen = seen_before(turbo.model.base_model)
-    assert seen is not None
+def test_calls_read_the_weights_of_an_unchanged_model_once(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, read = turbo.prefill("MKTAYIAKQR"), Mock(wraps=identity.tensors_digest)
+    monkeypatch.setattr(identity, "tensors_digest", read)
     for _ in range(2):
         turbo.extend(cache, "GSG")
         turbo.prefill("MKT")
-    assert seen_before(turbo.model.base_model) is seen
+    assert not read.called
+    identity.exact_identity(turbo.model.base_model)
+    assert read.called

@@ -22,9 +22,7 @@ from torch import Tensor
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, spread, worst
-from benchmarks.harness.names import E1_OURS as OURS
-from benchmarks.harness.names import E1_PREFILL as PREFILL
-from benchmarks.harness.names import E1_REFERENCE as THEIRS
+from benchmarks.harness.names import E1_OURS, E1_PREFILL, E1_REFERENCE
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.sessions import Extension
@@ -106,13 +104,13 @@ def small_cases(workloads: Sequence[Workload] = CPU_WORKLOADS, residues: int = 1
 def _case(workload: Workload, residues: int, model: str, load: Callable[[], TurboEsm]) -> Case:
     dtype, device = ("float32", "cpu") if model == E1_MINI.name else ("bfloat16", cuda_timing.DEVICE)
     has_reference = bool(workload.positions) and _REFERENCE.is_dir()
-    targets = [Target(("seconds", OURS, "p50"), at_most=workload.at_most)] if workload.at_most else []
+    targets = [Target(("seconds", E1_OURS, "p50"), at_most=workload.at_most)] if workload.at_most else []
     if workload.most_prefill:
-        targets.append(Target(("seconds", PREFILL, "p50"), at_most=workload.most_prefill))
+        targets.append(Target(("seconds", E1_PREFILL, "p50"), at_most=workload.most_prefill))
     if workload.most_bytes:
         targets.append(Target(("context_bytes",), at_most=workload.most_bytes))
     if workload.least_ratio and has_reference:
-        targets.append(Target(("ratios", f"{THEIRS} / {OURS}"), at_least=workload.least_ratio))
+        targets.append(Target(("ratios", f"{E1_REFERENCE} / {E1_OURS}"), at_least=workload.least_ratio))
     return Case(
         workload.name,
         model,
@@ -162,17 +160,17 @@ def _measure(
     protein, contexts = _texts(residues, workload.contexts)
     rows = _masked(protein)
     ours = partial(_after_contexts, turbo, contexts, rows) if contexts else partial(_alone, turbo, rows)
-    arms: dict[str, Callable[[], object]] = {OURS: ours}
+    arms: dict[str, Callable[[], object]] = {E1_OURS: ours}
     figures: Figures = {"positions": residues}
     if contexts:
-        arms[PREFILL] = lambda: [turbo.prefill(context) for context in contexts]
+        arms[E1_PREFILL] = lambda: [turbo.prefill(context) for context in contexts]
     if len(contexts) == 1:
         cache = turbo.prefill(contexts[0])
         figures |= {"context_bytes": cache.nbytes, "context_tokens": int(cache.lengths[0])}
         arms[_ATTENTION] = _attention(turbo, cache, len(rows), residues + _AROUND)
     seconds = spread(interleave({arm: [partial(_finished, call)] for arm, call in arms.items()}, repeats))
     figures["seconds"] = seconds
-    figures["per_second"] = {OURS: residues * max(1, len(contexts)) / seconds[OURS]["p50"]}
+    figures["per_second"] = {E1_OURS: residues * max(1, len(contexts)) / seconds[E1_OURS]["p50"]}
     if len(contexts) == 1:
         config, new = turbo.model.config, residues + _AROUND
         flops = 4 * len(rows) * new * (figures["context_tokens"] + new) * config.hidden_size
@@ -182,11 +180,11 @@ def _measure(
     if has_reference:
         # Its own cache is filled by the first batch of a context, so that a fresh predictor runs each time.
         part = rows[:: max(1, len(rows) // workload.positions)][: workload.positions]
-        theirs = spread(interleave({THEIRS: [lambda: reference_logits(turbo, part, *contexts)]}, 1))
-        scaled = {name: value * len(rows) / len(part) for name, value in theirs[THEIRS].items()}
-        figures["seconds"][THEIRS] = scaled
+        theirs = spread(interleave({E1_REFERENCE: [lambda: reference_logits(turbo, part, *contexts)]}, 1))
+        scaled = {name: value * len(rows) / len(part) for name, value in theirs[E1_REFERENCE].items()}
+        figures["seconds"][E1_REFERENCE] = scaled
         figures["reference_positions_measured"] = len(part)
-        figures["ratios"] = {f"{THEIRS} / {OURS}": scaled["p50"] / seconds[OURS]["p50"]}
+        figures["ratios"] = {f"{E1_REFERENCE} / {E1_OURS}": scaled["p50"] / seconds[E1_OURS]["p50"]}
     return figures
 
 

@@ -49,7 +49,6 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "owned",
-    "seen_before",
     "seen_code",
     "seen_identity",
     "watch",
@@ -170,7 +169,7 @@ UNKNOWN_MODEL = ModelIdentity("", "", "", "")
 """Of caches that no model made."""
 
 
-def model_identity(model: Any, *, sampled: bool | None = None, gather: Gather | None = None) -> ModelIdentity:
+def model_identity(model: Any, *, sampled: bool | None = None) -> ModelIdentity:
     """The identity of an encoder; the same object while nothing changes.
 
     Changes are noticed by counters of in-place writes, by addresses, and by the identity of modules, tensors, hooks,
@@ -180,13 +179,12 @@ def model_identity(model: Any, *, sampled: bool | None = None, gather: Gather | 
     Args:
         model: the encoder.
         sampled: whether to compare the sample as well, for which a device must be waited for; None for on the CPU only.
-        gather: how the sample is read; None for PyTorch, which takes the host several times as long as one launch.
 
     Raises:
         ValueError: weights are offloaded to the CPU or a disk, or packed by PyTorch's quantisation.
     """
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
-    if seen is None or not seen.is_current(model, sampled, gather):
+    if seen is None or not seen.is_current(model, sampled):
         seen = _look(model)
     return seen.identity(model)
 
@@ -204,7 +202,7 @@ def watch(model: Any, gather: Gather | None = None) -> Callable[[], bool]:
 
     Args:
         model: the encoder.
-        gather: as of `model_identity`.
+        gather: how the sample is read; None for PyTorch, which takes the host several times as long as one launch.
 
     Returns:
         Tells whether the model has changed since it was last seen, and then sees it anew.
@@ -213,7 +211,7 @@ def watch(model: Any, gather: Gather | None = None) -> Callable[[], bool]:
     same = seen.begin_sample(gather)
 
     def changed() -> bool:
-        if seen.is_current(model, False, None) and same():
+        if seen.is_current(model, False) and same():
             return False
         _look(model)
         return True
@@ -260,11 +258,6 @@ def kept_digest(model: Any) -> str:
     """Digest by which results are found again; of a model that cannot be identified, another one each time."""
     identity = exact_identity(model)
     return uuid.uuid4().hex[:16] if identity.foreign or identity.dropout else identity.digest
-
-
-def seen_before(model: Any) -> object:
-    """What stands for the state in which `model_identity` last saw a model: the same object while nothing changes."""
-    return model.__dict__.get(_KEPT_AS)
 
 
 def seen_code(model: Any) -> tuple[str, int]:
@@ -351,7 +344,7 @@ class _Seen:
             self.identities[precision, modes] = ModelIdentity(precision, **described, owner=weakref.ref(model))
         return self.identities[precision, modes]
 
-    def is_current(self, model: Any, sampled: bool | None, gather: Gather | None) -> bool:
+    def is_current(self, model: Any, sampled: bool | None) -> bool:
         """True if nothing has changed, see `model_identity`."""
         # Every call comes here: loops over all modules run in C.
         if not all(map(operator.is_, map(self.look_up, *self.places), self.entries)):
@@ -359,7 +352,7 @@ class _Seen:
         spaces, keys, functions = self.code
         if not all(map(operator.is_, map(getattr, spaces, keys), functions)) or self._traces(model) != self.traces:
             return False
-        return not (self.on_cpu if sampled is None else sampled) or self.begin_sample(gather)()
+        return not (self.on_cpu if sampled is None else sampled) or self.begin_sample(None)()
 
     def begin_sample(self, gather: Gather | None) -> Callable[[], bool]:
         """Begin to compare the sample with the model as it is now; the result waits for a device."""

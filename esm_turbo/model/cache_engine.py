@@ -13,14 +13,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import same_codec
-from esm_turbo.files.identity import (
-    ModelIdentity,
-    exact_identity,
-    model_identity,
-    seen_before,
-    seen_identity,
-    watch,
-)
+from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_identity, watch
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -185,9 +178,7 @@ class CacheEngine:
         Returns:
             Whether there were any since the last forward.
         """
-        before = seen_before(self.encoder)
-        model_identity(self.encoder, sampled=True, gather=self._gather)
-        return seen_before(self.encoder) is not before
+        return watch(self.encoder, self._gather)()
 
     @property
     def _gather(self) -> type[Gatherer] | None:

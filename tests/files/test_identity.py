@@ -279,17 +279,19 @@ def test_the_identity_is_the_same_object_while_nothing_changes(model):
 
 
 def test_large_writes_without_a_trace_are_noticed(model):
-    before = model_identity(model, gather=Gatherer)
-    assert model_identity(model, sampled=True, gather=Gatherer) is before
+    before = model_identity(model)
+    assert not watch(model, Gatherer)()
+    assert model_identity(model) is before
     data = model.get_parameter(TENSORS[4]).data
     data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
     assert model_identity(model, sampled=False) is before
-    assert model_identity(model, sampled=True, gather=Gatherer).difference(before) == "the weights differ"
+    assert watch(model, Gatherer)()
+    assert seen_identity(model).difference(before) == "the weights differ"
 
 
 @pytest.mark.parametrize("gather", [None, Gatherer])
 def test_changes_are_told_of_the_time_when_one_began_to_watch(model, gather):
-    before = model_identity(model, gather=gather)
+    before = model_identity(model)
     assert not watch(model, gather)()
     changed = watch(model, gather)
     with torch.no_grad():
