@@ -189,8 +189,11 @@ def main(arguments: list[str] | None = None) -> int:
     figures = summary(done, options.seed)
     print(f"{figures['trials_total']} trials, {figures['findings_total']} findings")
     if options.trial is None:
-        command = shlex.join(["python", "-m", "benchmarks.attack", *(sys.argv[1:] if arguments is None else arguments)])
-        settings = {"command": command, "seed": options.seed, "seconds": options.seconds, "workers": options.workers}
+        settings: dict[str, Any] = {"seconds": options.seconds, "workers": options.workers, "seed": options.seed}
+        # Without the file, whose path is of one machine.
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        only = [] if options.only == list(KINDS) else ["--only", *options.only]
+        settings["command"] = shlex.join(["python", "-m", "benchmarks.attack", *words, *only])
         records.append(options.out, "attack", settings | figures, model="esm2-mini")
     return 1 if figures["findings_total"] else 0
 

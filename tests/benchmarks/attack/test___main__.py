@@ -70,6 +70,7 @@ def test_a_row_is_recorded(kinds: None, tmp_path: Path, monkeypatch: pytest.Monk
     [row] = records.read(out, "attack")
     figures = row["figures"]
     assert figures["command"].startswith("python -m benchmarks.attack --seconds 0.2 --workers 1 --seed 3")
+    assert str(tmp_path) not in figures["command"]
     assert figures["trials"].keys() == {"fake", "broken"}
     assert figures["findings"]["broken"] == {"trial failed": figures["trials"]["broken"]}
     assert figures["findings_total"] == sum(sum(counts.values()) for counts in figures["findings"].values())
