@@ -27,10 +27,11 @@ from esm_turbo.tasks.embedding.request import RESULT_NAMES, ProteinEmbedding
 
 FORMAT_VERSION = 2
 CACHE_SUFFIX = ".cache.safetensors"
+_HASH = "[0-9a-f]{64}"
 # Short enough for a file name with the longest suffix and that of a temporary. Not what could be the hash of another
 # sequence, nor the name of a device on Windows.
 _SAFE_LABEL = re.compile(
-    r"(?![0-9a-f]{64}$)(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[a-z0-9_][a-z0-9_.|+=@-]{0,149}",
+    rf"(?!{_HASH}$)(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[a-z0-9_][a-z0-9_.|+=@-]{{0,149}}",
     re.ASCII | re.IGNORECASE,
 )
 # Recorded with the settings; another device changes results by rounding only.
@@ -64,6 +65,11 @@ class Entry:
 def sequence_hash(sequence: str) -> str:
     """Name of a sequence's files and data sets, as in biotrainer: SHA-256 of the sequence and its length."""
     return hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
+
+
+def is_hashed(name: str) -> bool:
+    """Whether a file in a folder is named by the hash of a sequence."""
+    return re.fullmatch(_HASH, name.partition(".")[0]) is not None
 
 
 def safe_labels(groups: Iterable[SameSequence]) -> dict[str, list[str]]:

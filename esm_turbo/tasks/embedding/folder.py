@@ -27,6 +27,7 @@ from esm_turbo.tasks.embedding.files import (
     PartFiles,
     SameSequence,
     check_same_settings,
+    is_hashed,
     read_entry,
     read_settings,
     sequence_hash,
@@ -91,6 +92,12 @@ class FolderWriter:
         self.index = EmbeddingIndex(self.folder / INDEX_FILE)
         if self.index.damaged and self._is_new:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
+        files = (name for _, _, *own in self.index.rows for name in own if name)
+        if "names" not in self._settings and any(not is_hashed(name) for name in files):
+            raise ValueError(
+                f"{self.folder / SETTINGS_FILE}: damaged (`names` is missing, but {INDEX_FILE} names files by labels);"
+                " give another folder"
+            )
         if self.index.damaged:
             self.damaged.append(os.fspath(self.index.path))
         self._labels: dict[str, str] = {}

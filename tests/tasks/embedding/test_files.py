@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -262,6 +263,20 @@ def test_an_earlier_folder_of_hashes_keeps_its_names(run, tmp_path, computed):
     assert (out / f"{sequence_hash('MK')}.pt").exists() and not (out / "three.pt").exists()
     with pytest.raises(ValueError, match="made with names missing, not label"):
         run(out, records, names="label")
+
+
+def test_a_folder_whose_settings_lost_its_names_is_refused(run, tmp_path):
+    out = tmp_path / "out"
+    records = [record("a/b", "GSGSG"), record("one", "MKTAYIAK")]
+    run(out, records)
+    settings = json.loads((out / SETTINGS_FILE).read_text())
+    settings.pop("names")
+    (out / SETTINGS_FILE).write_text(json.dumps(settings))
+    before = files(out)
+    for names in (None, "hash"):
+        with pytest.raises(ValueError, match=r"settings.json: damaged \(`names` is missing"):
+            run(out, records, names=names)
+    assert files(out) == before
 
 
 @pytest.mark.parametrize(
