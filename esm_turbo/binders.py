@@ -63,6 +63,7 @@ class Binders(Tabular):
         preset: storage format of the target's contexts; None for `full`.
         model: name of the model.
         background: what peptides were compared with for their specificity: `alone`, `decoys`, or None.
+        sort_by: what ranks them.
     """
 
     target: str
@@ -71,6 +72,7 @@ class Binders(Tabular):
     preset: str | None
     model: str
     background: str | None = None
+    sort_by: SortBy = "likelihood"
 
     def __repr__(self) -> str:
         best = [f"best {self.binders[0].sequence}"] if self.binders else []
@@ -99,6 +101,7 @@ class Binders(Tabular):
         for row, one in zip(binders, self.binders, strict=True):
             row["log_probabilities"] = list(one.score.log_probabilities)
         fields = {"model": self.model, "arm": self.arm, "preset": self.preset, "background": self.background}
+        fields["sort_by"] = self.sort_by
         return {**fields, "binders": binders}
 
 
@@ -194,7 +197,7 @@ def generate_binders(
     )
     ranked = [found.scores[index] for index in found.ranking(sort_by)]
     binders = tuple(Binder(one, *drawn[one.candidate]) for one in ranked)
-    return Binders(residues, binders, found.arm, found.preset, found.model, found.background)
+    return Binders(residues, binders, found.arm, found.preset, found.model, found.background, sort_by)
 
 
 def _places(length: int | None, template: str | None, allowed: str | None) -> list[str]:

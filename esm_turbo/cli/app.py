@@ -28,6 +28,17 @@ _INSTEAD_OF_ARGUMENTS = {
     **dict.fromkeys(("score", "variants"), "results are written to --out; "),
     "generate": "results are written to --out, and --positions takes a list such as 10-25,40; ",
 }
+# Commands for what users may call a task, by its name.
+_OTHER_NAMES = {
+    **dict.fromkeys(("design", "sample"), ("binders", "generate")),
+    **dict.fromkeys(("fill", "inpaint", "complete"), ("generate",)),
+    **dict.fromkeys(("rank", "screen", "perplexity", "likelihood"), ("score",)),
+    **dict.fromkeys(("mutate", "mutations", "dms", "scan"), ("variants",)),
+    **dict.fromkeys(("extract", "encode"), ("embed",)),
+    **dict.fromkeys(("cache", "prefill"), ("store",)),
+    **dict.fromkeys(("benchmark", "compare"), ("evaluate",)),
+    **dict.fromkeys(("quantize", "compress"), ("calibrate",)),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,8 +118,10 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 def _wrong_arguments(error: CycloptsError) -> str:
     """The error text for wrong arguments."""
-    from cyclopts import MissingArgumentError, UnusedCliTokensError
+    from cyclopts import MissingArgumentError, UnknownCommandError, UnusedCliTokensError
 
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        return _unknown_command(error.unused_tokens[0])
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
         name = error.argument.name
         if not error.argument.tokens:
@@ -116,6 +129,19 @@ def _wrong_arguments(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return f"unexpected {', '.join(map(repr, error.unused_tokens))}"
     return str(error).removesuffix(".")
+
+
+def _unknown_command(word: str) -> str:
+    """The error text for a command that does not exist: those that are likely meant, and all."""
+    import difflib
+
+    from esm_turbo.cli.commands import app
+
+    names = [name for name in app if not name.startswith("-")]
+    meant = {name: (name,) for name in names} | _OTHER_NAMES
+    nearest = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=0.7)
+    proposed = f"did you mean {' or '.join(meant[nearest[0]])}? C" if nearest else "c"
+    return f"there is no command {word!r}; {proposed}ommands are {', '.join(names)}"
 
 
 def as_options(message: str, arguments: Sequence[str]) -> str:

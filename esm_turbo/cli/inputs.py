@@ -273,14 +273,12 @@ def resumable(out: Path | None) -> Iterator[Journal | None]:
     from esm_turbo.files.journal import journal_beside
 
     with journal_beside(out) as journal:
-        with contextlib.nullcontext() if journal is None else interrupts.resume_by_command():
+        if journal is None:
+            yield None
+            return
+        with interrupts.resume_by_command(lambda: journal.found + journal.added > 0):
             yield journal
-        if journal is not None:
-            if journal.found:
-                done = "was" if journal.found == 1 else "were"
-                parts = f"{counted(journal.asked, 'part')} of which {journal.found:,} {done} done"
-                say(f"{out}: continued a run that was stopped, {parts}")
-            journal.remove()
+        journal.remove()
 
 
 @contextlib.contextmanager

@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_CONTINUES = "; the same command continues where it was"
+_NOTHING = " before any result was kept"
 # Until a lost interrupt is repeated, seconds: outside of the callback that lost it.
 _REPEAT_AFTER = 0.01
 
@@ -24,11 +26,11 @@ class Interrupts:
 
     Attributes:
         pending: an interrupt was raised. A library may have turned it into another exception.
-        resumable: the same command continues where this one was.
+        further: what becomes of the work of a command that can be continued.
     """
 
     def __init__(self) -> None:
-        self.pending = self.resumable = False
+        self.pending, self.further = False, ""
         self._reported = False
         self._number = signal.SIGINT
 
@@ -40,11 +42,17 @@ class Interrupts:
                 sys.unraisablehook = self._repeat
 
     @contextlib.contextmanager
-    def resume_by_command(self) -> Iterator[None]:
-        """Say of an interrupt in this block that the same command continues."""
-        self.resumable = True
-        yield
-        self.resumable = False
+    def resume_by_command(self, kept: Callable[[], bool]) -> Iterator[None]:
+        """Say of an interrupt in this block whether the same command continues.
+
+        Args:
+            kept: whether anything is kept for it.
+        """
+        try:
+            yield
+        except BaseException:
+            self.further = _CONTINUES if kept() else _NOTHING
+            raise
 
     def ignore(self) -> None:
         """Leave the rest of the process undisturbed: its results are complete."""
@@ -58,8 +66,7 @@ class Interrupts:
         return 128 + self._number
 
     def _line(self) -> str:
-        further = "; the same command continues where it was" if self.resumable else ""
-        return f"esm-turbo: {_WORDS[self._number]}{further}\n"
+        return f"esm-turbo: {_WORDS[self._number]}{self.further}\n"
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self.pending:

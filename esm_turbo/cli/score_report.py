@@ -1,4 +1,4 @@
-"""Reports of `esm-turbo score` and `esm-turbo variants`."""
+"""Reports of `esm-turbo score`, `binders` and `variants`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from esm_turbo.files.text_tables import text_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from esm_turbo.tasks.common.options import Arm
+    from esm_turbo.binders import Binders
+    from esm_turbo.tasks.common.options import Arm, SortBy
     from esm_turbo.tasks.common.rankings import RankAgreement
     from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
     from esm_turbo.tasks.variants.records import ProteinVariants, VariantsRun
@@ -27,6 +28,11 @@ _UNITS = {
     True: "mean log-probability of the variant's residues minus that of the wild type's, nats per residue",
 }
 _APPROXIMATE = "compare ranks: single values are approximate"
+# By the unit in which specificity ranks.
+_SPECIFICITIES = {
+    "s.d.": "specificity_z, in s.d. of the background",
+    "nats": "specificity, in nats per residue",
+}
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -49,6 +55,32 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
     if not exact and parts and run.results:
         parts.append(f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly")
     return parts
+
+
+def binders_table(target: str, found: Binders, top: int) -> Table:
+    """The best peptides for a target."""
+    from esm_turbo.tasks.scoring.score import specificities
+
+    shown = found.binders[:top]
+    unit, values = specificities([one.score for one in found.binders]) if found.background else (None, [])
+    rows = []
+    for rank, one in enumerate(shown, start=1):
+        figures = [f"{one.score.pseudo_perplexity:.3f}", *([_number(values[rank - 1])] if unit else [])]
+        rows.append([str(rank), one.sequence, *figures, str(one.seed)])
+    return text_table(
+        target,
+        ["rank", "binder", "pseudo-perplexity", *([f"specificity, {unit}"] if unit else []), "seed"],
+        rows,
+        left=(0, 1),
+        caption=_caption(len(found.binders) - len(shown), found.sort_by, unit),
+    )
+
+
+def _caption(rest: int, sort_by: SortBy, unit: str | None) -> str | None:
+    """How many candidates a table leaves out, and what ranks them if that could be specificity in this unit."""
+    by = _SPECIFICITIES[unit] if unit and sort_by == "specificity" else "pseudo-perplexity"
+    parts = [f"and {rest:,} more"] * bool(rest) + [f"ranked by {by}"] * bool(unit)
+    return "; ".join(parts) or None
 
 
 def variants_report(run: VariantsRun, top: int | None) -> list[object]:
@@ -145,7 +177,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         ],
         rows,
         left=(0, 1, 2),
-        caption=f"and {rest:,} more" if rest else None,
+        caption=_caption(rest, result.sort_by, unit),
     )
 
 
@@ -186,7 +218,7 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         ],
         rows,
         left=(0, 3, 4),
-        caption=_rest(len(results)),
+        caption=_rest(len(results)) or _caption(0, results[0].sort_by, unit),
     )
 
 

@@ -29,8 +29,8 @@ class Journal:
         folder: of the file; it exists, and no other process writes into it.
 
     Attributes:
-        asked: number of values that were asked for.
-        found: number of these that an earlier run has kept.
+        found: number of values that were asked for and that an earlier run has kept.
+        added: number of values that were added.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Journal:
         refuse_links(self._path, folder)
         self._values: dict[str, Any] = {}
         self._writes, self._ends = True, True
-        self.asked = self.found = 0
+        self.found = self.added = 0
         if self._path.is_file():
             data = self._path.read_bytes()
             self._ends = data.endswith(b"\n")
@@ -48,10 +48,14 @@ class Journal:
                     if entry["sha256"] == _digest(entry["value"]):
                         self._values[entry["key"]] = entry["value"]
 
+    @property
+    def is_of_another_run(self) -> bool:
+        """Whether it holds values, none of which was asked for."""
+        return bool(self._values) and not self.found
+
     def get(self, key: str) -> Any | None:
         """The value of a key; None if there is none."""
         value = self._values.get(key)
-        self.asked += 1
         self.found += value is not None
         return value
 
@@ -64,6 +68,7 @@ class Journal:
             with self._path.open("ab") as file:
                 file.write((line if self._ends else "\n" + line).encode())
             self._ends = True
+            self.added += 1
         except OSError as error:
             self._writes = False
             _log.warning("%s: cannot be written (%s): this run cannot be resumed", self._path, error.strerror or error)

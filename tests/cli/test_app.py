@@ -28,7 +28,15 @@ def test_help_and_version(esm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["frobnicate"], 'Unknown command "frobnicate". Available commands: '),
+        (["frobnicate"], "there is no command 'frobnicate'; commands are demo, calibrate, "),
+        (["design", "a.fasta"], "'design'; did you mean binders or generate? Commands are demo, "),
+        (["Rank"], "'Rank'; did you mean score?"),
+        (["screen", "a", "b"], "did you mean score?"),
+        (["mutate"], "did you mean variants?"),
+        (["dms"], "did you mean variants?"),
+        (["varaints"], "did you mean variants?"),
+        (["binder", "a"], "did you mean binders?"),
+        (["embedding"], "did you mean embed?"),
         (["frobnicate"], "see esm-turbo --help"),
         (["embed"], "missing argument PROTEINS; see esm-turbo embed --help"),
         (["embed", "a", "b", "c"], "unexpected 'c'; the model, esm-extract's first argument, is --model here; see"),

@@ -132,6 +132,27 @@ app.main([])
 WORDS = {"SIGINT": (130, "interrupted"), "SIGTERM": (143, "terminated")}
 
 
+@pytest.mark.parametrize("command", ["embed", "embed one file", "store"])
+def test_a_run_says_that_nothing_is_kept_yet(tmp_path, command):
+    """The signal comes before the first piece."""
+    fasta = tmp_path / "proteins.fasta"
+    fasta.write_text(">p\nMKTAYIAKQR\n")
+    out = tmp_path / ("out.h5" if command == "embed one file" else "out")
+    result = run(
+        """
+import signal, sys
+from esm_turbo import ContextStore
+from esm_turbo.cli.app import main
+from esm_turbo.tasks.common.pieces import InProcessRunner
+InProcessRunner.run = ContextStore.add = lambda *_, **__: signal.raise_signal(signal.SIGINT)
+main(sys.argv[1:])
+""",
+        *(command.split()[0], str(fasta), str(out)),
+    )
+    assert result.returncode == 130
+    assert result.stderr.splitlines()[-1] == "esm-turbo: interrupted before any result was kept"
+
+
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["alone", "workers"])
 @pytest.mark.parametrize("number", WORDS)
 def test_a_run_says_that_it_continues_and_leaves_no_process(tmp_path, number, workers):

@@ -24,7 +24,7 @@ def test_values_of_a_stopped_run_are_found(tmp_path: Path) -> None:
         assert journal is not None
         assert journal.get("a") == {"x": [0.1, -math.inf, 1e-320]}
         assert journal.get("c") is None
-        assert (journal.asked, journal.found) == (2, 1)
+        assert (journal.found, journal.added) == (1, 0)
         journal.remove()
     assert list(tmp_path.iterdir()) == []
 

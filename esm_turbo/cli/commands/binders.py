@@ -30,9 +30,9 @@ from esm_turbo.cli.options import (
     TableFile,
 )
 from esm_turbo.cli.report import failures
+from esm_turbo.cli.score_report import binders_table
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tables import write_table
-from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
 
@@ -145,12 +145,7 @@ def binders(
                 if not is_out_of_memory(error):
                     raise
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
-    parts: list[object] = []
-    for name, one in found.items():
-        rows = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in [*one.rows()][:top]]
-        rest = len(one.binders) - len(rows)
-        caption = f"and {rest:,} more" if rest else None
-        parts.append(text_table(name, one.columns(), rows, left=(0, 1), caption=caption))
+    parts: list[object] = [binders_table(name, one, top) for name, one in found.items()]
     if out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
         rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]

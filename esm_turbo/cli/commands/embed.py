@@ -29,7 +29,9 @@ from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.sharding import Sharding
+from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.files.suffixes import embedding_format
+from esm_turbo.files.writing import parts_folder
 from esm_turbo.parallel.shards import Kind
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames, Include
 
@@ -128,7 +130,9 @@ def embed(
         if sharding.is_done(lambda: embedding_settings(turbo, request) | options):
             return 0
         used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [], spread.devices)
-        with interrupts.resume_by_command():
+        # An index is written with the first embedding that is kept.
+        indices = [folder / INDEX_FILE for folder in (sharding.out, parts_folder(sharding.out))]
+        with interrupts.resume_by_command(lambda: any(path.exists() for path in indices)):
             run = embed_records(
                 turbo,
                 good,

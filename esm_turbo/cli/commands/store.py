@@ -69,7 +69,7 @@ def store(
         ContextStore(sharding.out, host_bytes=0, device_bytes=0) as contexts,
         spread.runner() as runner,
         progress_bar("residues") as progress,
-        interrupts.resume_by_command(),
+        interrupts.resume_by_command(lambda: contexts.info()["contexts"] > 0),
     ):
         used = announce(turbo, [context_arm(turbo)], spread.devices)
         computed = store_sequences(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from esm_turbo.files.journal import Journal, key_of
+from esm_turbo.files.tabular import counted
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
 from esm_turbo.tasks.common.progress import Progress
 
@@ -16,6 +18,7 @@ PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
 _Piece = TypeVar("_Piece", contravariant=True)
 _Result = TypeVar("_Result")
+_log = logging.getLogger("esm_turbo")
 
 
 class ResumableTask(Task[_Piece, _Result], Protocol[_Piece, _Result]):
@@ -68,6 +71,11 @@ def run_resumable(
             value = journal.get(keys[number])
             if value is not None:
                 found[number] = task.from_json(piece, value)
+        if found:
+            done = f"{len(found):,} {'is' if len(found) == 1 else 'are'} done"
+            _log.info("continuing a run that was stopped: of %s, %s", counted(len(pieces), "part"), done)
+        elif journal.is_of_another_run and not journal.added:
+            _log.info("what a stopped run has kept is of other inputs, options or versions: all is computed again")
     left = [number for number in range(len(pieces)) if number not in found]
     runner = InProcessRunner(turbo) if runner is None else runner
     rest, sizes = [pieces[number] for number in left], [units[number] for number in left]

@@ -14,6 +14,8 @@ from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
 from esm_turbo.proteins.tokens import TokenCodes
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 
+_SEEDS = 99_999_989
+"""The largest prime below 10^8."""
 NOT_FINITE = "the model's logits are not finite; try another dtype"
 
 
@@ -142,14 +144,15 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """One seed per row: the given ones, or seeds derived from a single one and the row's index.
 
     The first row has the single seed itself. So every row can be generated again, alone, from its own seed. Derived
-    seeds have at most eleven digits, which spreadsheets show in full.
+    seeds are below 10^8, which spreadsheets show in full, and differ from each other.
 
     Raises:
         ValueError: there is not one seed per row, or a seed is negative.
     """
     if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
-        words = (np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] for row in range(rows))
-        derived = [int(word) >> 28 for word in words]
+        # The multiples of any number differ modulo a prime.
+        first, step = (int(word) for word in np.random.SeedSequence(seed).generate_state(2, np.uint64))
+        derived = [(first + (1 + step % (_SEEDS - 1)) * row) % _SEEDS for row in range(rows)]
         return [seed, *derived[1:]] if rows and seed < 2**63 else derived
     if isinstance(seed, Iterable):
         seeds = list(seed)

@@ -207,11 +207,7 @@ class Scores(ItemScores):
 
     def specificities(self) -> tuple[str | None, list[float | None]]:
         """Their unit, and the specificity of each: `s.d.` if all that have one have it in them, or `nats`."""
-        if self.background is None:
-            return None, [None] * len(self.scores)
-        in_spreads = all(one.specificity_z is not None for one in self.scores if one.background is not None)
-        values = [one.specificity_z if in_spreads else one.specificity for one in self.scores]
-        return "s.d." if in_spreads else "nats", values
+        return (None, [None] * len(self.scores)) if self.background is None else specificities(self.scores)
 
     def by_candidate(self) -> dict[str, float]:
         """Mean log-probability by candidate."""
@@ -401,6 +397,18 @@ class ComparedRows(ItemRows[Scores]):
         rest = iter(predicted)
         found, *others = (item.result([next(rest) for _ in item.groups]) for item in self.items)
         return found.with_background(figures_in(one.by_candidate() for one in others), self.background)
+
+
+def specificities(scores: Sequence[CandidateScore]) -> tuple[str, list[float | None]]:
+    """The unit in which candidates are ranked by specificity, and that of each.
+
+    It is `s.d.`, of `specificity_z`, if all that have a background have it, or else `nats`.
+    """
+    in_spreads = all(one.specificity_z is not None for one in scores if one.background is not None)
+    return (
+        "s.d." if in_spreads else "nats",
+        [one.specificity_z if in_spreads else one.specificity for one in scores],
+    )
 
 
 def compared(

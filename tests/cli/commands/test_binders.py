@@ -40,6 +40,21 @@ def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_pat
     assert [float(row["specificity"]) for row in own] == [one.score.specificity for one in expected.binders]
 
 
+def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    targets = write("targets.fasta", f">one\n{TARGET}\n")
+    options = ["--template", "GX[KR]XXP", "--num-return-sequences", 9, "--top", 2, "--background"]
+    by_spreads = esm_shared("binders", targets, *options, "decoys", "--sort-by", "specificity").out
+    assert "│ rank │ binder │ pseudo-perplexity │ specificity, s.d. │" in by_spreads.replace("┃", "│")
+    assert "more; ranked by specificity_z, in s.d. of the background\n" in by_spreads
+    assert "more; ranked by specificity, in nats per residue\n" in (
+        esm_shared("binders", targets, *options, "alone", "--sort-by", "specificity").out
+    )
+    assert "more; ranked by pseudo-perplexity\n" in esm_shared("binders", targets, *options, "alone").out
+    plain = esm_shared("binders", targets, "--length", 25, "--num-return-sequences", 2)
+    assert "┃ pseudo-perplexity ┃" in plain.out and "ranked" not in plain.out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -190,14 +190,23 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        early = esm_shared("score", targets, candidates, "--out", out)
         patch.setattr(Journal, "add", stop)
-        assert esm_shared("score", targets, candidates, "--out", out).code == 130
-    assert not out.exists()
+        late = esm_shared("score", targets, candidates, "--out", out)
+        # Said before the next part is run.
+        later = esm_shared("score", targets, candidates, "--out", out)
+        other = esm_shared("score", targets, candidates, "--out", out, "--refresh", 3)
+    assert early.err == "esm-turbo: interrupted before any result was kept\n"
+    assert late.err == "esm-turbo: interrupted; the same command continues where it was\n"
+    assert "continuing a run that was stopped: of 6 parts, 1 is done" in later.err
+    assert [one.code for one in (early, late, later, other)] == [130] * 4 and not out.exists()
+    assert "what a stopped run has kept is of other inputs, options or versions: all is computed again" in other.err
     result = esm_shared("score", targets, candidates, "--out", out)
-    assert f"{out}: continued a run that was stopped, 6 parts of which 1 was done" in result.err
+    assert "continuing a run that was stopped: of 6 parts, 2 are done" in result.err
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
-    assert "continued" not in esm_shared("score", targets, candidates, "--out", out).err
+    assert "stopped" not in esm_shared("score", targets, candidates, "--out", out).err
 
 
 def test_pairs_of_pepmlm(esm_shared, write, tmp_path):
