@@ -14,6 +14,7 @@ from esm_turbo.cli.options import MANY, OptionalInput
 from esm_turbo.config import DEFAULT_CONTEXT_TOKENS, DEFAULT_MAX_SIMILARITY
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
+from esm_turbo.proteins.homologs import SEPARATOR
 
 if TYPE_CHECKING:
     from esm_turbo.proteins.alignments import HomologContext
@@ -102,16 +103,25 @@ class DrawnHomologs:
         return tuple(one.sequence for one in self.contexts)
 
     def check_model(self, turbo: TurboEsm) -> None:
-        """Check that a model reads homologs.
+        """Check that a model reads the homologs.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it reads none, or one or a context is too long for it.
         """
-        if self.path is not None and turbo.model.base_model.exact_contexts is None:
+        if self.path is None:
+            return
+        limits = turbo.model.base_model.exact_contexts
+        if limits is None:
             raise ValueError(
                 f"--homologs {self.path}: {turbo.model.family.name} reads one protein at a time and no homologs; name a"
                 " checkpoint of E1 with --model"
             )
+        for number, context in enumerate(self.contexts, start=1):
+            homologs = context.sequence.split(SEPARATOR)
+            for name, homolog in zip(context.ids, homologs, strict=True):
+                limits.check_length(f"{self.path}: record {name!r}", len(homolog))
+            positions = sum(len(one) + turbo.codes.around for one in homologs)
+            limits.check(f"{self.path}: context {number}", len(homologs), positions)
 
     def to_dict(self) -> dict[str, Any]:
         """What a run used of it, as plain JSON values, under the key `homologs`; nothing without a family."""

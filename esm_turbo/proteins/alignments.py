@@ -173,9 +173,10 @@ class HomologFamily:
         lengths = np.array([len(one) for one in self.sequences])
         pool = np.flatnonzero(allowed & (lengths <= tokens))
         if not len(pool):
+            shortest = int(np.flatnonzero(allowed)[lengths[allowed].argmin()])
             raise ValueError(
-                f"{self.source}: no homolog fits into {tokens:,} tokens; the shortest has {lengths[allowed].min():,}"
-                " residues"
+                f"{self.source}: no homolog fits into {tokens:,} tokens; the shortest, {self.ids[shortest]!r}, has"
+                f" {lengths[shortest]:,} residues"
             )
         weights = 1.0 / self.neighbours[pool]
         drawn = np.random.default_rng(seed).choice(

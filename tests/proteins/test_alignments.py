@@ -202,7 +202,7 @@ def test_contexts_for_every_budget_with_every_cap(family: HomologFamily) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 100}, "no homolog fits into 100 tokens; the shortest has 192 residues"),
+        ({"tokens": 100}, "no homolog fits into 100 tokens; the shortest, .*, has 192 residues"),
         ({"tokens": 0}, "`tokens` must be an integer of at least 1, got 0"),
         ({"tokens": 7.5}, "`tokens` must be an integer"),
         ({"max_homologs": 0}, "`max_homologs` must be an integer of at least 1"),
