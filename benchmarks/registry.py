@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.accuracy import (
     allocation,
+    calibration_sets,
     homologs,
     long_proteins,
     presets,
@@ -233,6 +234,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         "bytes of the turbo codec where a layer or a head needs them most, against the same in all",
         "allocation",
         lambda limit: allocation.cases(max_proteins=limit),
+    ),
+    "calibration_size": Experiment(
+        "accuracy by the number of proteins of a calibration",
+        "calibration_size",
+        lambda limit: calibration_sets.size_cases(max_proteins=limit),
+    ),
+    "class_shift": Experiment(
+        "accuracy on each structural class by the class of a calibration",
+        "class_shift",
+        lambda limit: calibration_sets.class_cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",

@@ -1,0 +1,83 @@
+"""Accuracy by what a calibration was made on: how many proteins, and of which structural class.
+
+No two shipped proteins share more than two 10-mers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+from benchmarks.harness.embedded import evaluation_set, exactness, rounded, shipped_proteins
+from benchmarks.harness.measure import Case, Figures
+from esm_turbo import TurboEsm
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.config import PRESETS
+from esm_turbo.evaluate import evaluate
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.calibration.records import calibrate_records, first_records
+
+CLASSES = ("mainly_alpha", "mainly_beta", "alpha_beta", "little_structure", "transmembrane", "disordered")
+MIXED = "all classes"
+_PRESETS = ("paper", "turbo3", "turbo2", "turbo1")
+_DRAWS = {640: 1, 200: 3, 60: 3, 20: 3, 10: 3}
+# Every fifth domain.
+_STRIDE = 5
+# Calibrations on a class have the same number of residues; the proteins measured differ in little besides their class.
+_RESIDUES, _TESTED, _LENGTHS = 12_000, 12, range(60, 351)
+
+
+def size_cases(max_proteins: int | None = None) -> Iterator[Case]:
+    """One case of each calibration on the next N of the shipped proteins, which are in an order that mixes them."""
+    tested = evaluation_set("cath_val200")[::_STRIDE][:max_proteins]
+    for size, draws in _DRAWS.items():
+        for draw in range(draws):
+            chosen = shipped_proteins()[draw * size : (draw + 1) * size]
+            yield _case(f"{size} proteins, draw {draw}", chosen, tested)
+
+
+def class_cases(max_proteins: int | None = None) -> Iterator[Case]:
+    """One case of each calibration on a class, and on all in equal parts; none uses a protein that is measured."""
+    tested, rest = [], []
+    for group in CLASSES:
+        members = [protein for protein in shipped_proteins() if protein.structural_class == group]
+        last = [protein for protein in members if len(protein.sequence) in _LENGTHS][-_TESTED:]
+        tested += last[:max_proteins]
+        rest.append([protein for protein in members if protein not in last])
+    mixed = [protein for turn in itertools.zip_longest(*rest) for protein in turn if protein is not None]
+    for group, proteins in zip((MIXED, *CLASSES), (mixed, *rest), strict=True):
+        yield _case(group, first_records(proteins, _RESIDUES), tested)
+
+
+def _case(name: str, calibration: Sequence[ProteinRecord], tested: Sequence[ProteinRecord]) -> Case:
+    return Case(
+        name=name,
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "tested": len(tested)},
+        check=lambda: exactness(tested[0]),
+        measure=functools.partial(_measure, calibration, tested),
+    )
+
+
+def _measure(calibration: Sequence[ProteinRecord], tested: Sequence[ProteinRecord], repeats: int) -> Figures:
+    presets = {name: PRESETS[name] for name in _PRESETS}
+    plain = TurboEsm.from_pretrained(calibration=False, device="cpu")
+    made = calibrate_records(plain, calibration, presets=presets.values())
+    evaluation = evaluate(
+        TurboEsm.from_pretrained(calibration=made, device="cpu"),
+        [protein.sequence for protein in tested],
+        presets,
+        names=[protein.id for protein in tested],
+        classes=[protein.structural_class for protein in tested],
+        extend_ks=(),
+    )
+    found = {}
+    for preset in rounded(evaluation.to_dict())["presets"]:
+        leave_one_out = preset["leave_one_out"]
+        found[preset["name"]] = {"all": leave_one_out["against_frozen"]["residues"], **leave_one_out["by_class"]}
+    return {
+        "calibration_proteins": len(calibration),
+        "calibration_residues": sum(len(protein.sequence) for protein in calibration),
+        "presets": found,
+    }
