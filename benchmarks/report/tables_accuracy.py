@@ -133,6 +133,85 @@ def freezing() -> str:
     )
 
 
+def allocation() -> str:
+    """Leave-one-out with bytes where a layer or a head needs them most, against the same in all layers."""
+    found = stored.newest("allocation", lambda figures: (figures["case"], figures["preset"])).values()
+    places = {"same": "the same everywhere", "layers": "by layer", "heads": "by head"}
+    rows, models = [], list(dict.fromkeys(record["model"] for record in found))
+    for record in found:
+        arms = record["figures"]["arms"]
+        cells = (cell for name in places for cell in (cosine(arms[name]), small(arms[name]["kl_mean"])))
+        rows.append([f"`{record['figures']['preset']}`, {record['model']}", *cells])
+    head = ["bytes", *(title for place in places.values() for title in (f"{place}: cosine (1 %)", "KL"))]
+    record = next(iter(found))
+    size = f"{record['figures']['proteins']} domains, {record['figures']['arms']['same']['tokens']:,} residues. "
+    return table(head, rows) + size + source(record, "allocation", " and ".join(models))
+
+
+def refreshing() -> str:
+    """Freezing error against cost: schedules of refreshed residues, and fitted corrections."""
+    found = list(stored.newest("refreshing", lambda figures: figures["case"]).values())
+    models = [record["model"] for record in found]
+    arms = [record["figures"]["arms"] for record in found]
+    rows = []
+    for name, first in sorted(arms[0].items(), key=lambda arm: arm[1]["cost"]):
+        cells = (cell for of_model in arms for cell in (cosine(of_model[name]), small(of_model[name]["kl_mean"])))
+        rows.append([name, f"{first['cost']:,.0f}", *cells])
+    head = ["refreshed", "tokens x layers", *(t for model in models for t in (f"{model}: cosine (1 %)", "KL"))]
+    size = f"The last 8 residues of {found[0]['figures']['domains']} domains are new. "
+    return table(head, rows) + size + source(found[0], "refreshing", " and ".join(models))
+
+
+def calibration_size() -> str:
+    """KL of leave-one-out by the number of proteins of a calibration: the least and the largest of its draws."""
+    sizes: dict[int, list[Record]] = {}
+    for record in stored.newest("calibration_size", lambda figures: figures["case"]).values():
+        sizes.setdefault(record["figures"]["calibration_proteins"], []).append(record)
+    presets = ("turbo3", "turbo2", "turbo1", "paper")
+    rows = []
+    for size, draws in sorted(sizes.items()):
+        kls = ([draw["figures"]["presets"][preset]["all"]["kl_mean"] for draw in draws] for preset in presets)
+        cells = (small(min(kl)) if len(kl) == 1 else f"{small(min(kl))} to {small(max(kl))}" for kl in kls)
+        rows.append([str(size), str(len(draws)), *cells])
+    head = ["proteins", "draws", *(f"`{preset}`: KL" for preset in presets)]
+    return table(head, rows) + source(draws[0], "calibration_size")
+
+
+def class_shift() -> str:
+    """KL of `turbo3` on each structural class by the class of its calibration."""
+    found = _by_class()
+    rows = []
+    for measured in (group for group in found if group in found["all classes"]["turbo3"]):
+        kl = {group: presets["turbo3"][measured]["kl_mean"] for group, presets in found.items()}
+        mixed, same = kl.pop("all classes"), kl.pop(measured)
+        others = f"{small(min(kl.values()))} to {small(max(kl.values()))}"
+        rows.append([measured.replace("_", " "), small(mixed), small(same), others])
+    head = ["measured on", "calibrated on all classes: KL", "on this class", "on each other class"]
+    return table(head, rows) + _class_source()
+
+
+def class_shift_paper() -> str:
+    """Mainly beta proteins after calibrations on mainly beta and on mainly alpha proteins, by preset."""
+    found = _by_class()
+    rows = []
+    for preset in found["mainly_beta"]:
+        beta, alpha = (found[group][preset]["mainly_beta"] for group in ("mainly_beta", "mainly_alpha"))
+        difference = alpha["cosine_mean"] - beta["cosine_mean"]
+        rows.append([f"`{preset}`", cosine(beta), cosine(alpha), f"{difference:+.5f}"])
+    head = ["measured on mainly beta", "calibrated on mainly beta", "calibrated on mainly alpha", "difference"]
+    return table(head, rows) + _class_source()
+
+
+def _by_class() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Accuracies of every calibration, preset and class measured."""
+    found = stored.newest("class_shift", lambda figures: figures["case"])
+    return {case: record["figures"]["presets"] for case, record in found.items()}
+
+
+def _class_source() -> str:
+    return source(next(iter(stored.newest("class_shift", lambda figures: figures["case"]).values())), "class_shift")
+
+
 def memory_by_geometry() -> str:
     """Bytes at all published geometries."""
     rows = []
@@ -173,6 +252,6 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, homologs, homolog_errors, frozen_queries,
-        codecs, freezing, memory_by_geometry,
+        codecs, freezing, allocation, refreshing, calibration_size, class_shift, class_shift_paper, memory_by_geometry,
     )
 }  # fmt: skip
