@@ -107,7 +107,8 @@ def run_variants(turbo: TurboEsm, job: dict[str, Any]) -> None:
     """All single substitutions of every record, in pieces of one protein."""
     proteins = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
     with journal_beside(Path(job["out"])) as journal:
-        pieces.TOKENS_PER_PIECE = 1
+        # The smallest piece has a 32th: the 90 tokens of a record, and a few more.
+        pieces.TOKENS_PER_PIECE = 32 * 95
         run = variants.score_records(turbo, proteins, None, ["frozen"], journal=journal)
         _write(run, job, journal)
 

@@ -40,7 +40,7 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     tiny = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
     monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: tiny)
     # Small enough for a target to be cut into several pieces.
-    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1200)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 2400)
     monkeypatch.chdir(tmp_path)
     records = proteins()
     Path("p.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records))

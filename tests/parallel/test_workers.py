@@ -268,7 +268,7 @@ def workers(tiny: TurboEsm) -> Iterator[Workers]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small enough for a target to be cut into several pieces."""
-    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1600)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 3200)
 
 
 def test_every_task_gives_the_bits_of_one_process(

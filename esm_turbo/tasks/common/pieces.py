@@ -28,8 +28,10 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 TOKENS_PER_PIECE = 2**17
-"""Tokens of a usual piece on a GPU, where they take seconds. On a CPU it has a quarter of them."""
-_PIECES, _FEWEST, _LARGER, _CPU_PART = 64, 8, 4, 4
+"""Tokens of a usual piece on a GPU, where they take seconds. On a CPU it has an eighth of them."""
+CPU_COST_PER_PIECE = 3 * 10**12
+"""Operations of the largest piece on a CPU, see `forward_cost`: a minute at 50 GFLOP/s, which two cores reach."""
+_PIECES, _FEWEST, _LARGER, _CPU_PART = 64, 8, 4, 8
 
 
 class Task(Protocol[_Piece, _Result]):
@@ -188,20 +190,26 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def piece_limit(total: int, *, on_cuda: bool = True) -> int:
-    """Tokens that a piece of a screen runs at most: a 64th of all, which a stopped run may lose, within limits.
+def piece_limit(tokens: int, cost: int, *, on_cuda: bool = True) -> int:
+    """Largest cost of a piece of a screen: a 64th of all, which a stopped run may lose, within limits.
 
     On a GPU a usual piece is four batches, and where rows differ in length a fifth that is nearly empty; the largest
     have four times as many. Of a screen with less than eight usual ones a piece is an eighth, so that a few processes
     can share it, but not less than a quarter of a usual one.
 
+    On a CPU no piece is larger than a usual one, which takes seconds with a small model, and with a large model none
+    has more than `CPU_COST_PER_PIECE`.
+
     Args:
-        total: tokens of all pieces.
-        on_cuda: whether CUDA devices run them. On a CPU, a piece should not take minutes.
+        tokens: of all pieces.
+        cost: of all pieces, see `forward_cost`.
+        on_cuda: whether CUDA devices run them.
     """
     usual = TOKENS_PER_PIECE if on_cuda else max(1, TOKENS_PER_PIECE // _CPU_PART)
     least = -(-usual // _LARGER)
-    return min(max(least, min(usual, total // _FEWEST), total // _PIECES), _LARGER * usual)
+    most = min(max(least, min(usual, tokens // _FEWEST), tokens // _PIECES), _LARGER * usual if on_cuda else usual)
+    own = most * cost // max(1, tokens)
+    return own if on_cuda else min(own, CPU_COST_PER_PIECE)
 
 
 def packed(items: Sequence[PieceT], sizes: Sequence[int], limit: int) -> list[tuple[PieceT, ...]]:
@@ -217,9 +225,9 @@ def packed(items: Sequence[PieceT], sizes: Sequence[int], limit: int) -> list[tu
 
 
 def forward_cost(turbo: ContextModel, tokens: int, context: int) -> int:
-    """Cost of running tokens that each attend to `context` tokens, in the same unit for all.
+    """Operations of running tokens that each attend to `context` tokens.
 
-    Linear layers take 24 hidden_size^2 operations per token and layer, and attention 4 hidden_size for each token that
-    it sees; common factors are left out.
+    Linear layers take 24 hidden_size^2 per token and layer, and attention 4 hidden_size for each token that it sees.
     """
-    return int(tokens * (6 * turbo.model.config.hidden_size + context))
+    config = turbo.model.config
+    return int(4 * config.num_hidden_layers * config.hidden_size * tokens * (6 * config.hidden_size + context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -128,7 +129,7 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
 
     @abstractmethod
     def tokens(self, item: ItemT) -> int:
-        """Tokens that run to score an item in an arm, about."""
+        """Tokens that run to score an item in an arm, those of its contexts among them, about."""
 
     def parts(self, item: ItemT, limit: int, *, sharded: bool) -> Iterable[tuple[ItemT, Sequence[int] | None]]:
         """An item in parts of up to so many tokens, each with the numbers of what it holds; None for all.
@@ -250,7 +251,7 @@ def score_items(
     plan: Plan | None = None,
     journal: Journal | None = None,
 ) -> dict[int, Scored[ScoresT]]:
-    """Score items in pieces of up to `piece_limit` tokens to run, in batches filled across the items of a piece.
+    """Score items in pieces of up to a cost of `piece_limit`, in batches filled across the items of a piece.
 
     Args:
         items: what is scored, in the order in which they form pieces; a large one may be divided.
@@ -265,22 +266,21 @@ def score_items(
         The results, by index of the item; with a plan, of those that have any here.
     """
     parts: list[tuple[int, ItemT, Sequence[int] | None]] = [(number, one, None) for number, one in enumerate(items)]
-    limit = total = sum(map(task.tokens, items))
+    per_token = [len(task.arms) * forward_cost(turbo, 1, len(one.sequence)) for one in items]
+    tokens = list(map(task.tokens, items))
+    limit = total = sum(map(operator.mul, tokens, per_token))
     if in_pieces:
-        limit = piece_limit(total, on_cuda=runs_on_cuda(turbo, None if runner is None else runner.devices))
+        on_cuda = runs_on_cuda(turbo, None if runner is None else runner.devices)
+        limit = piece_limit(sum(tokens), total, on_cuda=on_cuda)
         parts = [
             (number, *part)
             for number, item in enumerate(items)
-            for part in task.parts(item, limit, sharded=plan is not None)
+            for part in task.parts(item, limit // per_token[number], sharded=plan is not None)
         ]
-    tokens = [task.tokens(part) for _, part, _ in parts]
-    pieces = packed(range(len(parts)), tokens, limit)
+    costs = [task.tokens(part) * per_token[number] for number, part, _ in parts]
+    pieces = packed(range(len(parts)), costs, limit)
     if plan is not None:
-        named = [f"{names[number]} {list(own or ())}" for number, _, own in parts]
-        costs = [
-            forward_cost(turbo, size, len(part.sequence)) for size, (_, part, _) in zip(tokens, parts, strict=True)
-        ]
-        pieces = plan.choose(pieces, named, costs)
+        pieces = plan.choose(pieces, [f"{names[number]} {list(own or ())}" for number, _, own in parts], costs)
     scored = run_resumable(
         turbo,
         task,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, scored_residues
-from esm_turbo.tasks.scoring.specificity import figures_on_others
+from esm_turbo.tasks.scoring.specificity import figures_on_others, highest
 
 Row = list[Any]
 """Cells of a table, in CSV all of them text."""
@@ -71,14 +71,14 @@ def with_other_targets(columns: Sequence[str], settings: Mapping[str, Any], targ
     for name in dict.fromkeys(row[arm] for rows in targets for row in rows):
         own = [[row for row in rows if row[arm] == name] for rows in targets]
         means = [
-            {row[sequence]: float(row[likelihood]) / scored_residues(row[sequence], unknown) for row in rows}
+            [(row[sequence], float(row[likelihood]) / scored_residues(row[sequence], unknown)) for row in rows]
             for rows in own
         ]
         names = [equal.get(rows[0][target], rows[0][target]) for rows in own]
-        found = figures_on_others(list(zip(names, means, strict=True)))
+        found = figures_on_others([(name, highest(values)) for name, values in zip(names, means, strict=True)])
         for rows, values, figures in zip(own, means, found, strict=True):
-            for row in rows:
-                background = figures.get(row[sequence])
+            for row, (candidate, value) in zip(rows, values, strict=True):
+                background = figures.get(candidate)
                 if background is not None:
-                    difference = values[row[sequence]] - background.mean
+                    difference = value - background.mean
                     row[at : at + 2] = difference, background.in_spreads(difference)

@@ -81,16 +81,30 @@ class ScoreTask(ScoringTask[TargetPairs, Scores]):
         return TargetRows(turbo, target, candidates, arm, self.place, self.refresh, self.unknown_residues)
 
     def tokens(self, item: TargetPairs) -> int:
-        """See `ScoringTask.tokens`; each residue of a candidate is masked in turn."""
-        again = len(item.sequence) if "full" in self.arms else min(self.refresh, len(item.sequence))
-        return sum(len(one) * (again + len(one) + 1) for one in item.candidates)
+        """See `ScoringTask.tokens`."""
+        return sum(self._sizes(item, list(map(len, item.candidates))))
+
+    def _sizes(self, item: TargetPairs, lengths: Sequence[int]) -> list[int]:
+        """Tokens that run for candidates of these lengths, each with the context that it is the first to read.
+
+        Each residue of a candidate is masked in turn.
+        """
+        residues = len(item.sequence)
+        again = residues if "full" in self.arms else min(self.refresh, residues)
+        places = [length if self.place == "masked" else 0 for length in lengths]
+        unread = set() if self.arms == ("full",) or item.cache is not None else set(places)
+        sizes = []
+        for length, place in zip(lengths, places, strict=True):
+            sizes.append(length * (again + length + 1) + (residues + place) * (place in unread))
+            unread.discard(place)
+        return sizes
 
     def parts(self, item: TargetPairs, limit: int, *, sharded: bool) -> list[tuple[TargetPairs, Sequence[int]]]:
         """See `ScoringTask.parts`; the shortest candidates come first."""
         given = item.candidates
         shortest_first = sorted(range(len(given)), key=lambda number: len(given[number]))
-        tokens = [self.tokens(item._replace(candidates=[given[number]])) for number in shortest_first]
-        parts = (sorted(own) for own in packed(shortest_first, tokens, limit))
+        sizes = self._sizes(item, [len(given[number]) for number in shortest_first])
+        parts = (sorted(own) for own in packed(shortest_first, sizes, limit))
         return [(item._replace(candidates=tuple(given[number] for number in own)), own) for own in parts]
 
     def units(self, item: TargetPairs) -> int:

@@ -33,7 +33,7 @@ from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, So
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
-from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, figures_in, figures_on_others
+from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, figures_in, figures_on_others, highest
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -210,8 +210,8 @@ class Scores(ItemScores):
         return (None, [None] * len(self.scores)) if self.background is None else specificities(self.scores)
 
     def by_candidate(self) -> dict[str, float]:
-        """Mean log-probability by candidate."""
-        return {one.candidate: one.mean_log_probability for one in self.scores}
+        """Mean log-probability by candidate; of equal ones, which may differ by rounding, the highest."""
+        return highest((one.candidate, one.mean_log_probability) for one in self.scores)
 
     def with_background(self, figures: Mapping[str, BackgroundFigures], background: str) -> Scores:
         """The same scores with figures of a background by candidate; candidates may lack them."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 
+_CONTEXTS_PER_PART = 4
+
+
 class WildType(NamedTuple):
     """A protein with its variants.
 
@@ -91,12 +94,14 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
 
     def tokens(self, item: WildType) -> int:
         """A context, and a row for every position."""
-        length, units = len(item.sequence), self.units(item)
+        whole = "full" in self.arms or bool(item.context_sizes and not self.freeze_query)
+        return self._context_tokens(item) + self.units(item) * (len(item.sequence) if whole else self.refresh + 1)
+
+    def _context_tokens(self, item: WildType) -> int:
+        """Tokens of the contexts that the rows read."""
         if item.context_sizes:
-            whole = "full" in self.arms or not self.freeze_query
-            return sum(item.context_sizes) + units * (length if whole else self.refresh + 1)
-        contexts = units if self.method == "pseudo_perplexity" else length
-        return contexts + units * (length if "full" in self.arms else self.refresh + 1)
+            return sum(item.context_sizes)
+        return self.units(item) if self.method == "pseudo_perplexity" else len(item.sequence)
 
     def units(self, item: WildType) -> int:
         """Number of distinct positions of the variants, after each context.
@@ -112,19 +117,34 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
         return times * len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
     def parts(self, item: WildType, limit: int, *, sharded: bool) -> Iterator[tuple[WildType, Sequence[int] | None]]:
-        """See `ScoringTask.parts`: some variants by pseudo-perplexity; shards are merged by whole proteins."""
-        if self.method != "pseudo_perplexity" or sharded:
+        """See `ScoringTask.parts`: some positions, or by pseudo-perplexity some variants.
+
+        Parts that read one context are not divided further than to four times its tokens. Shards are merged by whole
+        proteins, which they do not divide; and variants of several substitutions would mask positions in many parts.
+        """
+        shared = 0 if self.method == "pseudo_perplexity" or self.arms == ("full",) else self._context_tokens(item)
+        size, limit = self.tokens(item), max(limit, _CONTEXTS_PER_PART * shared)
+        names = all_substitutions(item.sequence, item.first_position) if item.variants is None else item.variants
+        whole = sharded or size <= limit or self.method == "wild_type"
+        if whole or (self.method == "masked" and any(len(split_variant(name)) > 1 for name in names)):
             yield item, None
             return
-        names = all_substitutions(item.sequence, item.first_position) if item.variants is None else item.variants
-        most = max(1, limit * len(names) // max(1, self.tokens(item)))
+        order = range(len(names))
+        if self.method == "masked":
+            first = {position: number for number, position in enumerate(dict.fromkeys(map(_position, names)))}
+            order = sorted(order, key=lambda number: first[_position(names[number])])
+        most = max(1, limit * len(names) // size)
         for begin in range(0, len(names), most):
-            own = names[begin : begin + most]
-            yield item._replace(variants=own), range(begin, begin + len(own))
+            own = sorted(order[begin : begin + most])
+            yield item._replace(variants=[names[number] for number in own]), own
 
     def scores_from_dict(self, item: WildType, values: Mapping[str, Any]) -> VariantScores:
         """See `ScoringTask.scores_from_dict`."""
         return VariantScores.from_dict(values, item.sequence, item.first_position)
+
+
+def _position(variant: str) -> str:
+    return split_variant(variant)[0][1:-1]
 
 
 def score_variants(

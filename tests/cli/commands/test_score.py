@@ -181,7 +181,7 @@ def test_the_shipped_targets_and_peptides_can_be_read():
 def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidates, tmp_path, monkeypatch):
     out, whole = tmp_path / "scores.csv", tmp_path / "whole.csv"
     # A piece per candidate and target.
-    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 800)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1600)
     assert esm_shared("score", targets, candidates, "--out", whole).code == 0
     add = Journal.add
 
@@ -206,7 +206,7 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
     assert "continuing a run that was stopped: of 6 parts, 2 are done" in result.err
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
-    assert "stopped" not in esm_shared("score", targets, candidates, "--out", out).err
+    assert "that was stopped" not in esm_shared("score", targets, candidates, "--out", out).err
 
 
 def test_pairs_of_pepmlm(esm_shared, write, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.tasks.common.pieces import (
+    CPU_COST_PER_PIECE,
     TOKENS_PER_PIECE,
     InProcessRunner,
     Plan,
@@ -69,22 +72,33 @@ def test_cost_grows_with_tokens_and_what_they_see(turbo) -> None:
     assert forward_cost(turbo, 20, 100) == 2 * forward_cost(turbo, 10, 100) < 2 * forward_cost(turbo, 10, 1000)
 
 
-def test_pieces_of_large_screens_are_larger() -> None:
-    assert piece_limit(8 * TOKENS_PER_PIECE) == piece_limit(64 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE
-    assert piece_limit(128 * TOKENS_PER_PIECE) == 2 * TOKENS_PER_PIECE
-    assert piece_limit(10**12) == 4 * TOKENS_PER_PIECE
+@pytest.mark.parametrize(
+    ("pieces", "limit"),
+    [(1, 1 / 4), (2, 1 / 4), (4, 1 / 2), (8, 1), (64, 1), (128, 2), (10**7, 4)],
+    ids=lambda number: f"{number:g}",
+)
+def test_a_piece_is_a_part_of_a_screen_within_limits(pieces: int, limit: float) -> None:
+    tokens = pieces * TOKENS_PER_PIECE
+    assert piece_limit(tokens, 10 * tokens) == limit * 10 * TOKENS_PER_PIECE
+    on_a_cpu = piece_limit(tokens // 8, 10 * (tokens // 8), on_cuda=False)
+    assert on_a_cpu == min(limit, 1) * 10 * TOKENS_PER_PIECE // 8
 
 
-def test_pieces_of_small_screens_are_an_eighth_of_them() -> None:
-    assert piece_limit(4 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 2
-    assert piece_limit(0) == piece_limit(2 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 4
+def test_a_piece_of_a_large_model_takes_a_minute_on_a_cpu(turbo) -> None:
+    assert piece_limit(10**6, 10**16, on_cuda=False) == CPU_COST_PER_PIECE < piece_limit(10**6, 10**16)
+    assert piece_limit(0, 0, on_cuda=False) == 0
+
+    class Large:
+        model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=33, hidden_size=1280))
+
+    # Twice the parameters of its layers; 2,300 tokens are a dozen peptides.
+    assert forward_cost(Large, 1, 0) == 2 * 33 * 12 * 1280**2
+    assert 2200 < CPU_COST_PER_PIECE / forward_cost(Large, 1, 300) < 2400
 
 
-def test_pieces_on_a_cpu_are_a_quarter() -> None:
-    assert piece_limit(8 * TOKENS_PER_PIECE, on_cuda=False) == TOKENS_PER_PIECE // 4
-    # So that three shards of a small screen have about the same share of it.
+def test_shards_of_a_small_screen_have_about_the_same_share() -> None:
     tokens = [1000] * 480
-    pieces = packed(range(480), tokens, piece_limit(sum(tokens), on_cuda=False))
+    pieces = packed(range(480), tokens, piece_limit(sum(tokens), sum(tokens), on_cuda=False))
     shares = [sum(len(pieces[index]) for index in part) for part in balanced([len(one) for one in pieces], 3)]
     assert max(shares) - min(shares) <= 32
 

@@ -34,7 +34,8 @@ Screen = Callable[..., Any]
 @pytest.fixture(params=["score", "variants"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
     """A screen of the proteins, a piece each."""
-    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
+    # The smallest piece has a 32th: the 200 tokens of a protein's variants.
+    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", {"score": 1, "variants": 32 * 200}[request.param])
 
     def score(turbo: TurboEsm, arms: Sequence[Any] = ("turbo",), **options: Any) -> Any:
         if request.param == "score":

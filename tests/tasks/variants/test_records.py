@@ -19,6 +19,7 @@ from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.scoring_task import Scored, score_item
 from esm_turbo.tasks.variants import score
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_records
@@ -226,6 +227,28 @@ def test_parts_of_a_protein_are_joined(turbo: TurboEsm, monkeypatch: pytest.Monk
     assert_variants_close(result.scores["turbo"], expected)
     [every] = score_records(turbo, [ProteinRecord("a", "MKT")], None, ["turbo"], **options).results
     assert [one.variant for one in every.variants] == all_substitutions("MKT")
+
+
+@pytest.mark.parametrize(
+    ("arm", "names", "limit", "numbers"),
+    [
+        # A context of 8 tokens, which is not read, and 8 rows of 8.
+        ("full", None, 24, [range(50), range(50, 100), range(100, 150), range(150, 152)]),
+        # 8 rows of 9, and of each context at least four times its tokens.
+        ("turbo", None, 1, [range(60), range(60, 120), range(120, 152)]),
+        ("full", ["K2A", "M1A", "K2C", "M1C"], 12, [[0, 2], [1, 3]]),
+        ("full", ["M1A:K2A", "K2C", "M1C"], 1, [None]),
+    ],
+)
+def test_parts_mask_positions_of_their_own(
+    turbo: TurboEsm, arm: Any, names: list[str] | None, limit: int, numbers: Sequence[Sequence[int] | None]
+) -> None:
+    task, item = VariantsTask((arm,)), WildType(WILD_TYPE.sequence, variants=names)
+    parts = list(task.parts(item, limit, sharded=False))
+    assert [own and list(own) for _, own in parts] == [own and list(own) for own in numbers]
+    assert list(task.parts(item, limit, sharded=True)) == [(item, None)]
+    scored = [(own, Scored[VariantScores]({arm: score_item(turbo, task, part)})) for part, own in parts]
+    assert_variants_close(Scored.joined(scored).scores[arm], turbo.score_variants(*item[:1], names, arm=arm))
 
 
 def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
