@@ -75,6 +75,11 @@ BENCHMARKS: dict[str, Benchmark] = {
             at_least=10.0,
         ),
     ),
+    "screen_backgrounds": Benchmark(
+        "processor time of 200 peptides on 10 targets without a background and with each, embedded model",
+        partial(scoring.background_cases, targets=10, target_residues=200, candidates=200, candidate_residues=5),
+        most_repeats=1,
+    ),
     "variant_positions": Benchmark(
         "masked marginals of all positions of a protein of 263, recomputed and cached, embedded model",
         partial(scoring.position_cases, residues=263, full_positions=32, cached_positions=263),

@@ -21,6 +21,7 @@ from esm_turbo.tasks.scoring.pairs import PairScores
 from esm_turbo.tasks.scoring.score import CandidateScore
 from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
 
+_COUNTS = (1, 2, 3, 6, 12)
 _BACKGROUNDS: tuple[Background, ...] = ("alone", "decoys", "targets")
 _NUMBERS: dict[str, Callable[[CandidateScore], float | None]] = {
     "specificity": lambda one: one.specificity,
@@ -29,7 +30,7 @@ _NUMBERS: dict[str, Callable[[CandidateScore], float | None]] = {
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case of all targets, or of some that are evenly spaced by length."""
+    """All targets, or some that are evenly spaced by length: by each background, and by numbers of decoys."""
     chosen = screens(max_proteins)
 
     def measure(repeats: int) -> Figures:
@@ -39,6 +40,38 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
     yield Case(
         name="all pairs", model=EMBEDDED_MODEL.name, shape=shape, check=lambda: check(chosen[0]), measure=measure
     )
+
+    def measure_counts(repeats: int) -> Figures:
+        return rounded(_measure_counts(chosen))
+
+    yield Case(
+        name="numbers of decoys",
+        model=EMBEDDED_MODEL.name,
+        shape=shape,
+        check=lambda: check(chosen[0]),
+        measure=measure_counts,
+    )
+
+
+def _measure_counts(chosen: Sequence[Screen]) -> Figures:
+    """Percentiles of binders by the specificity of few decoys, and its rank correlation with that of all."""
+    turbo = embedded()
+    own = [one.candidates[0] for one in chosen]
+    targets, candidates = (list(dict.fromkeys(names)) for names in ([one.target for one in chosen], own))
+    plain = turbo.score_pairs(targets, candidates, background="none")
+    at = [targets.index(one.target) for one in chosen]
+    contexts = [record.sequence for record in background_contexts("all-decoys", 1)[1]]
+    elsewhere = turbo.score_pairs(contexts, candidates, background="none")
+    by_count, found = {}, {}
+    for count in _COUNTS:
+        shared = figures_in(elsewhere[index].by_candidate() for index in range(count))
+        scores = PairScores(tuple(plain[i].with_background(shared, "decoys") for i in range(len(targets))), {})
+        by_count[count] = [[_known(one.specificity) for one in target.scores] for target in scores.scores if target]
+        found[str(count)] = places(scores, at, own, lambda one: one.specificity)
+    for count in _COUNTS:
+        agreements = [spearman(few, every) for few, every in zip(by_count[count], by_count[12], strict=True)]
+        found[str(count)]["with_all"] = float(np.mean([one for one in agreements if one is not None]))
+    return {"decoys": found}
 
 
 def _measure(chosen: Sequence[Screen]) -> Figures:
@@ -62,7 +95,7 @@ def _compared(plain: PairScores, targets: Sequence[str], candidates: list[str], 
     if background == "targets":
         figures = figures_on_others([(t, one.by_candidate()) for t, one in zip(targets, scores, strict=True)])
     else:
-        contexts = [record.sequence for record in background_contexts(background)[1]]
+        contexts = [record.sequence for record in background_contexts(background, 1)[1]]
         elsewhere = embedded().score_pairs(contexts, candidates, background="none")
         shared = figures_in(elsewhere[index].by_candidate() for index in range(len(contexts)))
         figures = [shared] * len(targets)

@@ -7,6 +7,7 @@ The extension by a candidate and the context of the target are timed separately,
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -21,7 +22,9 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.forwards import prefill_ids
+from esm_turbo.tasks.common.options import Background
 from esm_turbo.tasks.scoring.score import Scores
+from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.many import score_variants
 
 # Log-probabilities in nats.
@@ -87,6 +90,50 @@ def candidate_cases(
         check=_check_candidates,
         measure=measure,
         targets=[Target(("ratios", f"turbo, {DEFAULT_REFRESH} refreshed, 1000 candidates / full"), at_least=at_least)],
+    )
+
+
+def background_cases(*, targets: int, target_residues: int, candidates: int, candidate_residues: int) -> Iterator[Case]:
+    """Processor time of a screen of all pairs without a background, and with each.
+
+    Args:
+        targets: their number.
+        target_residues: residues of each.
+        candidates: their number.
+        candidate_residues: residues of each.
+    """
+    turbo = embedded()
+    made = _proteins([target_residues] * targets + [candidate_residues] * candidates)
+    proteins, peptides = made[:targets], made[targets:]
+    backgrounds: tuple[Background, ...] = ("none", "alone", "targets", "decoys")
+
+    def measure(repeats: int) -> Figures:
+        seconds = {name: list[float]() for name in backgrounds}
+        for _ in range(repeats):
+            for name in backgrounds:
+                begin = time.process_time()
+                turbo.score_pairs(proteins, peptides, background=name)
+                seconds[name].append(time.process_time() - begin)
+        least = {name: min(own) for name, own in seconds.items()}
+        ratios = {name: least[name] / least["none"] for name in backgrounds[1:]}
+        return {"processor_seconds": seconds, "ratios": ratios}
+
+    yield Case(
+        name=f"{candidates} peptides on {targets} targets, cpu",
+        model=EMBEDDED_MODEL.name,
+        shape={
+            "device": "cpu",
+            "dtype": "float32",
+            "targets": targets,
+            "target_residues": target_residues,
+            "candidates": candidates,
+            "candidate_residues": candidate_residues,
+            "preset": DEFAULT_PRESET,
+            "decoys": len(background_contexts("decoys", targets)[1]),
+        },
+        check=_check_candidates,
+        measure=measure,
+        targets=[Target(("ratios", name), at_most=1.25) for name in backgrounds[1:]],
     )
 
 

@@ -91,18 +91,22 @@ def read_proteins(path: Path, letters: SequenceOptions) -> tuple[list[ProteinRec
     return good, bad
 
 
-def read_background(name: str, letters: SequenceOptions) -> tuple[str | None, list[ProteinRecord], list[Path]]:
-    """A background's name, the proteins in whose context candidates are scored for it, and the file that has them."""
+def read_background(name: str, letters: SequenceOptions, targets: int) -> tuple[str | None, list[ProteinRecord]]:
+    """A background's name, and the proteins in whose context candidates are scored for it, see `background_contexts`.
+
+    Raises:
+        ValueError: it is neither known nor a FASTA file.
+    """
     from esm_turbo.tasks.scoring.specificity import background_contexts
 
     if name in get_args(Background):
-        return *background_contexts(cast(Background, name)), []
+        return background_contexts(cast(Background, name), targets)
     path = Path(name)
     if not path.exists():
         raise ValueError(f"--background must be {', '.join(get_args(Background))} or a FASTA file, got {name!r}")
     good, bad = read_proteins(path, letters)
     list_bad(path, bad)
-    return "decoys", good, [path]
+    return "decoys", good
 
 
 def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: list[BadRecord]) -> list[ProteinRecord]:

@@ -101,7 +101,8 @@ class ScreenOptions:
         str,
         Parameter(
             help="Compare each candidate with itself elsewhere, for its specificity: on the other targets, after no"
-            " target (alone), on shipped proteins (decoys), or on those of a FASTA file; none compares nothing."
+            " target (alone), on shipped proteins (decoys, as many as cost a quarter of the pairs on four targets or"
+            " more, or all-decoys, twelve), or on those of a FASTA file; none compares nothing."
         ),
         READS,
     ] = "targets"

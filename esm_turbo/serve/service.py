@@ -117,7 +117,7 @@ class Service:
             return TargetRows(self.turbo, ids, candidates, self.arm, request.place, request.refresh)
 
         own = rows_on(target)
-        background, others = background_contexts(request.background)
+        background, others = background_contexts(request.background, 1)
         rows = own if background is None else ComparedRows(own, [rows_on(one.sequence) for one in others], background)
         return self._small(ItemJob("score", rows, self.arm), "candidates")
 

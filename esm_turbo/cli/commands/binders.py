@@ -101,7 +101,7 @@ def binders(
     if (length is None) == (template is None):
         raise ValueError("give --length, or --template, which has one" + (", not both" if length is not None else ""))
     good, bad = read_proteins(targets, letters)
-    compared, decoys, _ = read_background(background, letters)
+    compared, decoys = read_background(background, letters, targets=1)
     if compared == "targets" and len(good) < 2:
         raise ValueError(f"--background targets needs several targets, {targets} has one; give decoys")
     turbo = load_model(model)

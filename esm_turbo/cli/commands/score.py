@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from esm_turbo.cli.console import save, say
 from esm_turbo.cli.inputs import (
@@ -40,7 +40,7 @@ from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import UNKNOWN, BadRecord
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, CandidateFill, UnknownResidues
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Background, CandidateFill, UnknownResidues
 from esm_turbo.tasks.common.progress import part_of
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def score(
     if matrix is not None and parallel.shard is not None:
         raise ValueError("--matrix cannot be merged from shards; leave --shard out")
     spread = Spread.of(parallel, model, backend=backend)
-    background, contexts, files = read_background(screen.background, letters)
-    sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, *files])
+    decoys = None if screen.background in get_args(Background) else screen.background
+    sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, decoys])
     from esm_turbo.tasks.common.run_info import run_metadata
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
     from esm_turbo.tasks.scoring.screens import compare, equal_targets, rescore, shared_candidates, sort
@@ -117,6 +117,10 @@ def score(
         read = list({one.sequence: replace(one, target=None) for one in reversed(read)}.values())[::-1]
     check_usable(candidates, read, bad_candidates)
     _mention_unknown(read, screen.unknown_residues)
+    per_candidate = sum(len(good) if one.target is None else 1 for one in read) // len({one.sequence for one in read})
+    background, contexts = read_background(screen.background, letters, per_candidate)
+    if screen.background == "decoys":
+        say(f"{counted(len(contexts), 'decoy')}, at a cost of {len(contexts) / per_candidate:.2f} times the pairs")
     compares = background is not None and (bool(contexts) or shared_candidates(good, read))
     if screen.sort_by == "specificity" and not compares:
         raise ValueError(

@@ -23,7 +23,7 @@ Arm = Literal["full", "frozen", "turbo"]
 CandidateFill = Literal["masked", "empty"]
 """Contents of the candidate's positions while a target is cached: masks, or nothing."""
 
-Background = Literal["none", "alone", "targets", "decoys"]
+Background = Literal["none", "alone", "targets", "decoys", "all-decoys"]
 """Contexts that candidates are compared with: no target, the other targets of a run, or the shipped decoys."""
 
 UnknownResidues = Literal["omit", "score"]

@@ -148,7 +148,8 @@ def score(
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
         unknown_residues: `omit` leaves B, X and Z of candidates out of their figures; `score` takes them as they are.
         background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
-            `decoys`, the shipped proteins; or residues of other proteins. Each costs as much as the target.
+            `decoys` or `all-decoys`, the twelve shipped proteins; or residues of other proteins. Each costs as much
+            as the target.
         rescore: number of candidates, the best by `sort_by`, that are scored again exactly, by the arm `full`.
         sort_by: `likelihood` or `specificity`, see `Scores.ranking`.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
@@ -205,7 +206,8 @@ def score_pairs(
         targets: residues of each. One that is invalid or does not fit into memory fails, and the others are scored.
         candidates: residues of each, scored on all targets; or as many lists of them as there are targets.
         background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
-            the same candidate, which costs nothing; `none`; or as for `score`.
+            the same candidate, which costs nothing; `none`; or as for `score`, where `decoys` are as many as cost a
+            quarter of the pairs, if there are four targets for a candidate.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
         devices: where copies of the model share the work, in processes of their own: "all" CUDA devices, a list of
             names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then
@@ -245,8 +247,8 @@ def _against(
     Args:
         alone: there is one target, whose error is raised.
     """
-    name, records = background_contexts(background)
-    unique = list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates)) if records else []
+    unique = list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates))
+    name, records = background_contexts(background, sum(len(pair.candidates) for pair in pairs) // len(unique))
     others = [TargetPairs(record.sequence, unique) for record in records]
     size, more = (sum(map(task.units, own)) for own in (pairs, others))
     shown = part_of(progress, total=size + more)

@@ -32,12 +32,15 @@ FEWEST_FOR_SPREAD = 5
 """Contexts of a background from which its standard deviation is used."""
 # Nats per residue: smaller spreads are of rounding.
 _NO_SPREAD = 1e-6
-# Of the shipped proteins, four chains of each class of folded, soluble ones; see docs/scoring.md.
+# Of the shipped proteins, four chains of each class of folded, soluble ones, by turns; see docs/scoring.md.
 _DECOYS = (
-    *("5bs1-A", "2ip6-A", "4mi8-B", "3bdd-A"),
-    *("6kjk-A", "5amh-A", "4ofk-B", "2ov0-A"),
-    *("2i02-A", "6qta-B", "3a2e-A", "3te8-B"),
+    *("5bs1-A", "6kjk-A", "2i02-A"),
+    *("2ip6-A", "5amh-A", "6qta-B"),
+    *("4mi8-B", "4ofk-B", "3a2e-A"),
+    *("3bdd-A", "2ov0-A", "3te8-B"),
 )
+_COST = 4
+"""Pairs for each decoy of a candidate, so that `decoys` add at most a quarter to a screen."""
 
 
 class BackgroundFigures(NamedTuple):
@@ -65,11 +68,13 @@ class BackgroundFigures(NamedTuple):
         return difference / self.spread
 
 
-def background_contexts(background: Background | Sequence[str]) -> tuple[str | None, list[ProteinRecord]]:
+def background_contexts(background: Background | Sequence[str], targets: int) -> tuple[str | None, list[ProteinRecord]]:
     """The name of a background, None for `none`, and the proteins in whose context candidates are scored for it.
 
     Args:
         background: its name; or residues of decoys.
+        targets: number of targets of a candidate. Of the shipped decoys, `decoys` are as many as cost a quarter of a
+            screen, or all where that is not even one.
 
     Raises:
         ValueError: there is no such background, or no decoys.
@@ -80,9 +85,10 @@ def background_contexts(background: Background | Sequence[str]) -> tuple[str | N
     match check_choice("background", background, get_args(Background)):
         case "alone":
             return background, [ProteinRecord("alone", NO_TARGET)]
-        case "decoys":
+        case "decoys" | "all-decoys":
             by_id = {record.id: record for record in read_fasta(calibration_proteins())[0]}
-            return background, [by_id[name] for name in _DECOYS]
+            number = targets // _COST if background == "decoys" else 0
+            return "decoys", [by_id[name] for name in _DECOYS[: number or None]]
         case _:
             return None if background == "none" else background, []
 

@@ -129,7 +129,7 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
         if whole or (self.method == "masked" and any(len(split_variant(name)) > 1 for name in names)):
             yield item, None
             return
-        order = range(len(names))
+        order: Sequence[int] = range(len(names))
         if self.method == "masked":
             first = {position: number for number, position in enumerate(dict.fromkeys(map(_position, names)))}
             order = sorted(order, key=lambda number: first[_position(names[number])])

@@ -129,7 +129,7 @@ def test_merged_shards_equal_one_run(esm_shared, targets, candidates, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--background", "nothing"], "--background must be none, alone, targets, decoys or a FASTA file"),
+        (["--background", "nothing"], "--background must be none, alone, targets, decoys, all-decoys or a FASTA"),
         (["--sort-by", "rank"], "--sort-by"),
         (["--rescore", "0"], "--rescore must be at least 1, got 0"),
         (["--rescore", "2", "--arm", "full"], "--arm full scores all"),

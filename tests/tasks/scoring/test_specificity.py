@@ -119,16 +119,35 @@ def test_without_a_target_the_model_sees_the_candidate_alone(turbo: TurboEsm) ->
 
 
 def test_the_shipped_decoys_are_folded_soluble_chains() -> None:
-    name, decoys = background_contexts("decoys")
+    name, decoys = background_contexts("all-decoys", 10)
     assert name == "decoys" and len(decoys) == len({one.sequence for one in decoys}) == 12
     assert {one.structural_class for one in decoys} == {"mainly_alpha", "mainly_beta", "alpha_beta"}
     assert all(100 <= len(one.sequence) <= 150 for one in decoys)
+    assert len({one.structural_class for one in decoys[:3]}) == 3
+
+
+@pytest.mark.parametrize(("targets", "count"), [(1, 12), (3, 12), (4, 1), (10, 2), (47, 11), (48, 12), (500, 12)])
+def test_decoys_cost_a_quarter_of_the_pairs_where_that_is_one(targets: int, count: int) -> None:
+    every = background_contexts("all-decoys", targets)[1]
+    assert background_contexts("decoys", targets) == ("decoys", every[:count])
+
+
+def test_a_screen_of_four_targets_has_one_decoy(turbo: TurboEsm) -> None:
+    found = turbo.score_pairs([*TARGETS, "MKTWWA"], CANDIDATES, background="decoys", arm="frozen")
+    [decoy] = background_contexts("decoys", 4)[1]
+    elsewhere = turbo.score(decoy.sequence, CANDIDATES, arm="frozen")
+    for one, other in zip(found[3].scores, elsewhere.scores, strict=True):
+        assert one.background is not None and one.background.contexts == 1
+        assert one.background.mean == pytest.approx(other.mean_log_probability, abs=1e-4)
+    # Pairs of one target each have no four.
+    own = turbo.score_pairs([TARGETS[1], TARGETS[2]], [["WTC"], ["GGG"]], background="decoys", arm="frozen")
+    assert [one.scores[0].background.contexts for one in (own[0], own[1]) if one.scores[0].background] == [12, 12]
 
 
 @pytest.mark.parametrize(
     ("background", "message"),
     [
-        ("others", r"`background` must be one of \['none', 'alone', 'targets', 'decoys'\]"),
+        ("others", r"`background` must be one of \['none', 'alone', 'targets', 'decoys', 'all-decoys'\]"),
         ([], "`decoys` must hold at least one decoy"),
         ("targets", "needs several targets"),
         (["M1K"], "1"),
