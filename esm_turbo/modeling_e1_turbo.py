@@ -47,6 +47,8 @@ class _E1Checkpoints(CheckpointMixin):
     family = FAMILIES["E1"]
     config_class = TurboE1Config
     base_model_prefix = "model"
+    # Without it transformers would say "eager", for which nothing is packed.
+    _supports_sdpa = True
     deciding_fields: ClassVar[dict[str, tuple[type, ...]]] = {
         "vocab_size": (int,),
         "hidden_size": (int,),

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.model.sequences import SequenceBounds
 from esm_turbo.model.sessions import KVSession
+from esm_turbo.ops.triton_encoder import SeenKeys
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of models that run on packed tokens."""
@@ -63,16 +63,20 @@ class Packing:
         index, slot = on_device[2:] if padded else (None, None)
         return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
 
-    def sequences(self, bounds: SequenceBounds) -> PackedSequences:
-        """Where the sequences lie whose bounds in every row are known."""
+    def sequences(self, bounds: SequenceBounds) -> tuple[Packing, SeenKeys]:
+        """The packing of sequences as if each were a row, and the keys that it sees with those of all before it.
+
+        Args:
+            bounds: of the sequences of every row.
+        """
         starts = np.cumsum([0, *(row[-1][1] for row in bounds.rows)])
-        spans = [
-            (int(start), int(start) + a, int(start) + b)
-            for start, row in zip(starts, bounds.rows, strict=False)
-            for a, b in row
-        ]
-        lengths = [end - begin for _, begin, end in spans]
-        return PackedSequences(Packing.of(lengths, max(lengths), self.offsets.device), spans)
+        firsts = [int(start) for start, row in zip(starts, bounds.rows, strict=False) for _ in row]
+        lengths = [end - begin for _, begin, end in bounds]
+        seen = [end for _, _, end in bounds]
+        host = torch.tensor([*firsts, int(starts[-1]), *seen], dtype=torch.int32)
+        first, count = to_device(host, self.offsets.device).split([len(firsts) + 1, len(seen)])
+        packing = Packing.of(lengths, max(lengths), self.offsets.device)
+        return packing, SeenKeys(first, count, max(seen))
 
     def on(self, device: torch.device) -> Packing:
         """The same packing on a device, copied there once."""
@@ -94,36 +98,6 @@ class Packing:
         slots = self.on(x.device).slots
         flat = x if slots is None else x.index_select(0, slots)
         return flat.view(self.batch_size, self.width, *x.shape[1:])
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """Sequences in packed rows.
-
-    Attributes:
-        packing: as if every sequence were a row.
-        spans: of each sequence the first token of its row, its own first token, and its end.
-    """
-
-    packing: Packing
-    spans: Sequence[tuple[int, int, int]]
-
-    def attend_earlier(self, qkv: Tensor) -> Tensor:
-        """Attention of every sequence's tokens to each other and to all sequences before theirs in the row.
-
-        Args:
-            qkv: after scaling and rotation, [T, 3, heads, head_dim].
-
-        Returns:
-            [T, heads, head_dim].
-        """
-        output = torch.empty_like(qkv[:, 0])
-        for first, begin, end in self.spans:
-            query, seen = qkv[begin:end, 0], qkv[first:end, 1:]
-            keys, values = (x.transpose(0, 1)[None] for x in seen.unbind(1))
-            attended = scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, scale=1.0)
-            output[begin:end] = attended[0].transpose(0, 1)
-        return output
 
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -156,17 +130,17 @@ def attention_of_rows(packing: Packing, ops: ModuleType, plan: _LayerSessions) -
         ops: `triton_encoder`, or another module with its operations.
         plan: its session is shown the keys and values of every layer that is stored, as a padded batch.
     """
-    sequences = None if plan.bounds is None else packing.sequences(plan.bounds)
+    sequences, earlier = (packing, None) if plan.bounds is None else packing.sequences(plan.bounds)
 
     def attend(layer_idx: int, qkv: Tensor) -> Tensor:
         session = plan.session_at(layer_idx)
         if session is not None:
             keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
             session.attend(plan.stored_index(layer_idx), keys, keys, values)
-        if sequences is not None and plan.sees_earlier(layer_idx):
-            return sequences.attend_earlier(qkv).flatten(1)
-        rows = packing if sequences is None or plan.sees_whole_rows(layer_idx) else sequences.packing
-        attended: Tensor = ops.attend(qkv, rows.on(qkv.device).offsets, rows.longest)
+        rows = packing if plan.sees_whole_rows(layer_idx) else sequences
+        seen = earlier if plan.sees_earlier(layer_idx) else None
+        seen = None if seen is None else seen.on(qkv.device)
+        attended: Tensor = ops.attend(qkv, rows.on(qkv.device).offsets, rows.longest, seen)
         return attended.flatten(1)
 
     return attend

@@ -314,8 +314,26 @@ def _gelu_(shape: torch.Size, device: torch.device) -> PreparedLaunch:
     return PreparedLaunch(kernels.gelu_, grid, device, Options(num_warps=4), count=shape.numel(), BLOCK=_BLOCK)
 
 
-def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """Attention of every row's tokens to each other; one launch.
+class SeenKeys(NamedTuple):
+    """The keys that each row of packed tokens sees, where these are not its own.
+
+    Attributes:
+        firsts: first token that each row sees, and T, int32 [rows + 1].
+        counts: number of tokens that it sees, int32 [rows].
+        most: the largest of them.
+    """
+
+    firsts: Tensor
+    counts: Tensor
+    most: int
+
+    def on(self, device: torch.device) -> SeenKeys:
+        """The same on a device."""
+        return SeenKeys(self.firsts.to(device), self.counts.to(device), self.most)
+
+
+def attend(qkv: Tensor, offsets: Tensor, longest: int, seen: SeenKeys | None = None) -> Tensor:
+    """Attention of every row's tokens to each other, or to what the row sees; one launch.
 
     Flash attention (Dao 2023), as `torch.nn.attention.varlen` calls it, at less cost for the host.
 
@@ -323,12 +341,14 @@ def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
         qkv: after scaling and rotation, [T, 3, heads, head_dim].
         offsets: of every row's first token, and T, int32 [rows + 1].
         longest: tokens of the longest row.
+        seen: the keys that rows see; None for their own.
 
     Returns:
         [T, heads, head_dim].
     """
     query, keys, values = qkv.unbind(1)
+    firsts, counts, most = seen or (offsets, None, longest)
     output: Tensor = torch.ops.aten._flash_attention_forward(
-        query, keys, values, offsets, offsets, longest, longest, 0.0, False, False, scale=1.0
+        query, keys, values, offsets, firsts, longest, most, 0.0, False, False, scale=1.0, seqused_k=counts
     )[0]
     return output

@@ -6,11 +6,12 @@ Tokens of all rows are packed along one dimension, T in all, without padding.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from esm_turbo.ops.triton_encoder import SeenKeys
 
 __all__ = [
     "add_layer_norm",
@@ -85,12 +86,16 @@ def gelu_(x: Tensor) -> None:
     x.copy_(functional.gelu(x.float()))
 
 
-def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
+def attend(qkv: Tensor, offsets: Tensor, longest: int, seen: SeenKeys | None = None) -> Tensor:
     """See `triton_encoder.attend`."""
     output = torch.empty_like(qkv[:, 0])
     bounds = offsets.tolist()
-    for start, end in pairwise(bounds):
-        query, keys, values = (x.transpose(0, 1)[None] for x in qkv[start:end].unbind(1))
-        attended = functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
-        output[start:end] = attended[0].transpose(0, 1)
+    firsts, counts = (bounds, offsets.diff().tolist()) if seen is None else (seen.firsts.tolist(), seen.counts.tolist())
+    for start, end, first, count in zip(bounds, bounds[1:], firsts, counts, strict=False):
+        query, keys, values = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
+        own, past = slice(start, end), slice(first, first + count)
+        attended = functional.scaled_dot_product_attention(
+            query[:, :, own], keys[:, :, past], values[:, :, past], scale=1.0
+        )
+        output[own] = attended[0].transpose(0, 1)
     return output

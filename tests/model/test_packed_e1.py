@@ -104,6 +104,13 @@ def test_with_kernels(device: str, preset: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(triton_encoder, "attend", torch_encoder.attend)
         monkeypatch.setattr(Executor, "_can_pack", lambda self, plan: self.kv.kv_backend.name is Backend.TRITON)
         monkeypatch.setattr("esm_turbo.model.cache_engine.CacheEngine.compile_ahead", lambda self, *codecs: None)
+    run, packed = Executor._run_packed, set()
+
+    def noted(self: Executor, plan: object) -> object:
+        packed.add(self.kv.kv_backend.name)
+        return run(self, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Executor, "_run_packed", noted)
     found: dict[str, list[torch.Tensor]] = {}
     turbo.model.set_turbo(calibration=calibration, preset=preset, backend="triton")
     caches = [turbo.prefill(CONTEXTS), turbo.prefill(CONTEXTS[0])]
@@ -111,7 +118,12 @@ def test_with_kernels(device: str, preset: str, monkeypatch: pytest.MonkeyPatch)
         turbo.model.set_turbo(calibration=calibration, preset=preset, backend=backend)
         outputs = [turbo.extend(cache, QUERIES) for cache in caches]
         found[backend] = [torch.where(x.attention_mask[..., None] != 0, x.hidden_states, 0).float() for x in outputs]
+    assert packed == {Backend.TRITON}
     for ours, theirs in zip(*found.values(), strict=True):
         # States after the last norm are of size one; bfloat16 has eight bits.
         assert (ours - theirs).abs().max() <= (1e-3 if device == "cpu" else 0.15)
         assert (ours - theirs).norm() <= (1e-4 if device == "cpu" else 0.02) * theirs.norm()
+
+
+def test_the_default_attention_is_one_that_packs(e1: TurboEsm) -> None:
+    assert e1.model.config._attn_implementation == make_e1().config._attn_implementation == "sdpa"
