@@ -91,7 +91,8 @@ def uses(model: TurboEsm, folder: Path, cache: TurboKVCache | None = None) -> di
         "held": partial(extended, lambda: ContextStore(folder / "store").hold(model, PROTEIN)),
         "embeddings": partial(_embed, model, folder),
     }
-    return found if cache is None else found | {"memory": partial(extended, lambda: cache)}
+    # First, as the others look at all of the model.
+    return found if cache is None else {"memory": partial(extended, lambda: cache)} | found
 
 
 def outcomes(

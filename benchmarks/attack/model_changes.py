@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from operator import attrgetter
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.nn.modules import linear
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -75,6 +77,18 @@ def tied(model: Any, undo: ExitStack) -> None:
 def state_dict(model: Any, undo: ExitStack) -> None:
     name = "esm.encoder.layer.0.attention.self.key.bias"
     model.load_state_dict({name: model.state_dict()[name] + 0.5}, strict=False)
+
+
+def signs(model: Any, undo: ExitStack) -> None:
+    """Those that are the highest bits of words of eight bytes."""
+    with torch.no_grad():
+        _layer(model).intermediate.dense.weight[:, 3::4].neg_()
+
+
+def put_back(model: Any, undo: ExitStack) -> None:
+    """Behind the other layer, under its name."""
+    layers = model.esm.encoder.layer._modules
+    layers["0"] = layers.pop("0")
 
 
 def buffer(model: Any, undo: ExitStack) -> None:
@@ -139,6 +153,19 @@ def class_forward(model: Any, undo: ExitStack) -> None:
     )
 
 
+def operator_method(model: Any, undo: ExitStack) -> None:
+    divide = Tensor.__truediv__
+    undo.callback(setattr, Tensor, "__truediv__", divide)
+    Tensor.__truediv__ = lambda x, y: 1.2 * divide(x, y)  # type: ignore[assignment, method-assign]
+
+
+def recompiled(model: Any, undo: ExitStack) -> None:
+    """As by a library that rewrites source, or by `importlib.reload` after an edit."""
+    source = inspect.getsource(modeling_esm.rotate_half).replace("-x2", "x2")
+    undo.callback(setattr, modeling_esm, "rotate_half", modeling_esm.rotate_half)
+    exec(compile(source, str(modeling_esm.__file__), "exec"), vars(modeling_esm))
+
+
 def wrapped_class(model: Any, undo: ExitStack) -> None:
     forward = modeling_esm.EsmIntermediate.forward
 
@@ -176,6 +203,23 @@ def borrowed_forward(model: Any, undo: ExitStack) -> None:
 def global_hook(model: Any, undo: ExitStack) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     undo.callback(handle.remove)
+
+
+class _Modules:
+    """A module in which one function is another."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self.__dict__ = {**vars(module), **others}
+
+
+class _Descriptor:
+    """Gives layers that seem to hold others than they do."""
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        return self if owner is None else nn.Sequential(owner._modules["dense"], nn.Tanh())
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner._modules["dense"] = value
 
 
 class _Doubled(TorchFunctionMode):
@@ -261,6 +305,13 @@ def adapter_written(model: Any, undo: ExitStack) -> None:
         _layer(model).attention.self.value.lora_B["default"].weight.mul_(2)
 
 
+def adapter_scaled_twice(model: Any, undo: ExitStack) -> None:
+    """The second number may lie where the first did."""
+    for layer in model.esm.encoder.layer:
+        layer.attention.self.value.scale_layer(2.0)
+        layer.attention.self.value.scale_layer(2.0)
+
+
 # What needs no more than a line.
 
 
@@ -306,6 +357,8 @@ _FUNCTIONS = (
     swapped,
     tied,
     state_dict,
+    signs,
+    put_back,
     buffer,
     passing_buffer,
     other_dtype,
@@ -316,6 +369,8 @@ _FUNCTIONS = (
     whole_dropout,
     code_object,
     tensor_method,
+    operator_method,
+    recompiled,
     class_forward,
     wrapped_class,
     other_class,
@@ -331,6 +386,7 @@ _FUNCTIONS = (
     tensor_class,
     adapter,
     adapter_written,
+    adapter_scaled_twice,
 )
 CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} | {
     "eps": _set("esm.encoder.layer.1.attention.LayerNorm.eps", 1e-2),
@@ -345,6 +401,8 @@ CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} 
     "cached_function": _patch(modeling_esm, "rotate_half", functools.lru_cache(_scaled)),
     "functional": _patch(nn.functional, "linear", lambda x, w, b=None: x @ w.T),
     "library_functional": _patch(nn.functional, "gelu", relu),
+    "module_of_functions": _patch(linear, "F", _Modules(nn.functional, linear=lambda x, w, b=None: x @ w.T)),
+    "class_descriptor": _patch(modeling_esm.EsmIntermediate, "dense", _Descriptor(), create=True),
     "class_property": _patch(modeling_esm.EsmEmbeddings, "mask_token_id", property(lambda self: 4), create=True),
     "hook": _hook("register_forward_hook", "", lambda *_: None),
     "steering_hook": _hook("register_forward_hook", "output", lambda module, args, output: output.roll(1, -1)),

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
-from esm_turbo.files.model_contents import is_plain, leaves
+from esm_turbo.files.model_contents import OWN_OF_MODULE, is_plain, leaves
 
 __all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "active_modes", "is_recorder"]
 
@@ -29,8 +30,26 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "esm_turbo")
 # Where modelling code finds PyTorch's functions and methods by name.
 _TORCH = (torch, nn.functional, Tensor)
+# What code calls by operators, which it does not name.
+_OPERATORS = frozenset(
+    f"__{kind}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
+    for kind in ("", "r", "i")
+) | {"__neg__", "__invert__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 # What a call of a module passes through.
-_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+# What is not written in Python, and holds nothing; a function of this kind may be bound.
+_BUILTINS = (
+    type,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    # What it holds are functions, which are judged by themselves.
+    property,
+    functools._lru_cache_wrapper,
+)
 _OWN = "esm_turbo."
 # These move tensors between devices or record them, and compute nothing.
 _INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
@@ -42,8 +61,13 @@ def is_recorder(hook: Any) -> bool:
 
 
 def active_modes() -> str:
-    """Classes of PyTorch's modes that see every operation of this thread, other than PyTorch's own; empty for none."""
+    """Classes of PyTorch's modes that see every operation of this thread, other than PyTorch's own; empty for none.
+
+    Among them is that in which parametrized weights are not computed anew when they change.
+    """
     functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached"
     if not functions and not dispatches:
         return ""
     modes = [torch._C._get_function_stack_at(index) for index in range(functions)]
@@ -85,7 +109,7 @@ class ForwardCode:
             self._add(_Entries(ALL_ATTENTION_FUNCTIONS), attention, attend, "attention", named=False)
             pending.append(attend)
         known: set[tuple[str, str]] = set()
-        called: set[str] = set()
+        called = set(_OPERATORS)
         while pending:
             function = pending.pop()
             space = getattr(function, "__globals__", {})
@@ -93,13 +117,13 @@ class ForwardCode:
             called |= own
             for key in own:
                 place = space.get("__name__", ""), key
-                if place[0] not in modules or place in known or key not in space:
+                if place in known or key not in space:
                     continue
                 value = space[key]
                 if place[0].startswith(_OWN) and (isinstance(value, type) or not callable(value)):
                     continue
                 known.add(place)
-                self._add(_Namespace(space), key, value, f"{place[0]}.{key}")
+                self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=place[0] in modules)
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
                     pending.append(value)
         for library in _TORCH:
@@ -130,7 +154,7 @@ class ForwardCode:
     def _add_own(self, name: str, value: Any, shown: str, module: nn.Module) -> None:
         """What one module has of its own: of a function, only that of the library itself is known."""
         if callable(value) and not _name_of(value).startswith(_INERT):
-            self.names.append(f"{name} {_name_of(value)}")
+            self.names.append(f"{name} {_name_of(value)} {_plain_state(value)}")
         if not _is_known_own(value, module):
             self._blame(f"{_name_of(value)}, as {shown},")
 
@@ -145,7 +169,9 @@ class ForwardCode:
                     self._add(one, key, getattr(one, key), shown)
                     yield function
                 self._judge(function, shown)
-            elif whole and not key.startswith("_") and isinstance(value, bool | int | float | str):
+                continue
+            is_option = whole and not key.startswith("_") and isinstance(value, bool | int | float | str)
+            if is_option or (not key.startswith("__") and _runs_when_used(value)):
                 self._add(one, key, value, shown)
 
     def _add(self, space: Any, key: str, value: Any, shown: str, *, named: bool = True) -> None:
@@ -223,12 +249,27 @@ def _is_known_own(value: Any, module: nn.Module) -> bool:
         # accelerate's forward, which moves tensors; its hooks are judged by themselves.
         return _name_of(value).startswith("accelerate.hooks.") and value.args == (module,)
     if isinstance(value, types.MethodType):
-        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and _is_known(value)
+        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and _is_known(value.__func__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return _is_known(value) and (_is_found_by_name(value) or _name_of(value).startswith(_INERT))
     if isinstance(value, type):
         return _is_of_library(value)
-    return not isinstance(value, nn.Module) and _is_of_library(type(value))
+    # accelerate joins hooks to one.
+    parts = [value, *getattr(value, "hooks", ())]
+    return not (isinstance(value, nn.Module) or (callable(value) and _plain_state(value) is None)) and all(
+        _is_of_library(type(one)) for one in parts
+    )
+
+
+def _plain_state(value: Any) -> list[tuple[str, Any]] | None:
+    """What an object holds, such as a hook that prunes; None where that is more than plain values."""
+    state = getattr(value, "__dict__", None)
+    return sorted(state.items()) if is_plain(state) and state is not None else None
+
+
+def _runs_when_used(value: Any) -> bool:
+    """True for what is called, and for members of a class that compute what an instance seems to hold."""
+    return callable(value) or hasattr(type(value), "__get__")
 
 
 def _is_found_by_name(value: Any) -> bool:
@@ -241,18 +282,30 @@ def _is_found_by_name(value: Any) -> bool:
 def _is_known(value: Any, depth: int = 8) -> bool:
     """True if what a class or a module of code holds is of the known libraries, with what it wraps."""
     if isinstance(value, types.MethodType):
-        return _is_known(value.__func__, depth)
+        owner = value.__self__
+        known = isinstance(owner, type) or (_is_of_library(type(owner)) and not isinstance(owner, nn.Module | Tensor))
+        return known and _is_known(value.__func__, depth)
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, types.ModuleType | type | None)
     if not isinstance(value, types.FunctionType):
         if isinstance(value, functools.partial) or depth == 0:
+            return False
+        if _runs_when_used(value) and not isinstance(value, _BUILTINS) and _holds(value):
             return False
         wrapped = getattr(value, "__wrapped__", None) if not isinstance(value, types.ModuleType) else None
         return (wrapped is None or _is_known(wrapped, depth - 1)) and (
             is_plain(value) or _is_of_library(value if isinstance(value, type) else type(value), stdlib=True)
         )
-    if not _is_library(value.__code__.co_filename):
+    if not (_is_library(value.__code__.co_filename) and _is_in_file(value.__code__)):
         return False
     inner = [one for one in _cells(value) if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
     return depth == 0 or all(_is_known(one, depth - 1) for one in inner)
+
+
+def _holds(value: Any) -> bool:
+    """Whether a callable object has anything of its own, so that its class does not tell what it computes."""
+    state = getattr(value, "__dict__", None)
+    return state is None or bool(state.keys() - OWN_OF_MODULE or any(state[key] for key in state.keys() - {"training"}))
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
@@ -270,7 +323,11 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _is_of_library(kind: type, *, stdlib: bool = False) -> bool:
     """True if a class is of a known library, or of Python."""
-    root = (kind.__module__ or "builtins").partition(".")[0]
+    module = kind.__module__ or "builtins"
+    root = module.partition(".")[0]
+    if module.startswith("torch.jit"):
+        # Compiled from anybody's code.
+        return False
     # Of what modules hold, values of Python's collections have been looked into.
     return root in _LIBRARIES or root in ("collections", "builtins") or (stdlib and root in sys.stdlib_module_names)
 
@@ -286,8 +343,28 @@ def _is_library(path: str) -> bool:
     return os.path.isabs(path) and inside[0] not in ("..", "site-packages", "dist-packages")
 
 
-@functools.lru_cache(maxsize=64)
 def _file_digest(module: str) -> str:
     """Hash of the file of a library's models, which people edit; that of the first look, as Python has loaded it."""
     path = getattr(sys.modules.get(module), "__file__", None)
-    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    return "" if path is None else hashlib.sha256(_source(path)).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=64)
+def _source(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def _is_in_file(code: types.CodeType) -> bool:
+    """True if code of a library's models is that of its file, and not loaded again, or compiled under its name."""
+    return f"{os.sep}models{os.sep}" not in code.co_filename or code in _codes_of(code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _codes_of(path: str) -> frozenset[types.CodeType]:
+    """The code of all functions in a file, as of the first look."""
+    found, pending = set[types.CodeType](), [compile(_source(path), path, "exec", dont_inherit=True)]
+    while pending:
+        code = pending.pop()
+        found.add(code)
+        pending += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(found)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes
@@ -81,7 +81,8 @@ class ModelIdentity:
         forward: digest of the names of what runs.
         foreign: what runs that is not known, for the message; empty if all is known or the user named the model.
         dropout: name of a module that drops values at random, as in training; empty for none.
-        owner: the model; None in another process.
+        owner: gives the model, or None where it does not exist any more, or in another process; None for an identity
+            from a file, which was checked when it was written.
     """
 
     precision: str
@@ -94,7 +95,8 @@ class ModelIdentity:
 
     def __reduce__(self) -> Any:
         """Copies and pickles have no model."""
-        return ModelIdentity, tuple(getattr(self, name) for name in (*_LASTING, "foreign", "dropout"))
+        owner = None if self.owner is None else _nobody
+        return ModelIdentity, (*(getattr(self, name) for name in (*_LASTING, "foreign", "dropout")), owner)
 
     @property
     def digest(self) -> str:
@@ -151,17 +153,27 @@ class ModelIdentity:
             )
 
     def check_unchanged(self) -> None:
-        """Make sure that the model, where it still exists, is to the bit what it was seen as.
+        """Make sure that the model is to the bit what it was seen as.
 
         Raises:
-            ValueError: it is not, or as of `check_lasting`.
+            ValueError: it is not, or does not exist here, or as of `check_lasting`.
         """
         self.check_lasting()
-        model = None if self.owner is None else self.owner()
-        if model is not None and (difference := self.difference(exact_identity(model))):
+        if self.owner is None:
+            return
+        if (model := self.owner()) is None:
+            raise ValueError(
+                "the model that computed this does not exist here any more, so that nothing tells whether it was"
+                " changed before: save it in the same process, while the model exists"
+            )
+        if difference := self.difference(exact_identity(model)):
             raise ValueError(
                 f"the model has changed since it computed this: {difference}; compute it again before it is saved"
             )
+
+
+def _nobody() -> None:
+    """The model of a copied identity."""
 
 
 _LASTING = ("precision", "weights", "options", "forward")
@@ -271,6 +283,8 @@ def seen_code(model: Any) -> tuple[str, int]:
 def _look(model: Any) -> _Seen:
     # There before values are counted, so that the first call is not followed by a second look.
     before: _Seen | None = model.__dict__.setdefault(_KEPT_AS, None)
+    # Autocast would go on to use copies of the weights that there were before.
+    torch.clear_autocast_cache()
     after = _Seen(model)
     if before is not None and before.described == after.described:
         # Tensors were moved, but not changed.
@@ -295,6 +309,8 @@ class _Seen:
         ]
         modules = [module for _, module in named]
         self.modules = modules
+        # A list of modules runs them in the order in which they were put there.
+        self.lists = [module._modules for module in modules if isinstance(module, nn.ModuleList | nn.Sequential)]
         self.containers = [one for module in modules for one in containers(module)]
         self.containers += [one for config in self.configs for one in config.values() if isinstance(one, dict | list)]
         watched = [(group, key, value) for group in self.groups for key, value in group.items()]
@@ -378,7 +394,8 @@ class _Seen:
             [*map(_VERSION, self.counting)],
             [*map(Tensor.data_ptr, self.tensors)],
             [*map(type, self.modules)],
-            [[*map(id, one.values() if isinstance(one, dict) else one)] for one in self.containers],
+            [*map(list, self.lists)],
+            [_Same(one.values() if isinstance(one, dict) else one) for one in self.containers],
             [[*config.values()] for config in self.configs],
             getattr(model, MODEL_ID, None),
         )
@@ -386,6 +403,15 @@ class _Seen:
     def _sample(self) -> list[Tensor]:
         """Bits of the sampled elements, one tensor for each device and width."""
         return [torch.cat(views) for views in self.views]
+
+
+class _Same(list[Any]):
+    """Objects that only equal themselves. They are kept, as those that follow freed ones may have their addresses."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list) and len(self) == len(other) and all(map(operator.is_, self, other))
+
+    __hash__ = None
 
 
 def _digest(value: Any) -> str:

@@ -76,8 +76,8 @@ _SHAPES = {"in_features", "out_features", "num_embeddings", "embedding_dim", "el
 
 
 def modules_inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of an encoder that decide keys and values, by name."""
-    return [(name, module) for name, module in model.named_modules() if is_inside(name)]
+    """The modules of an encoder that decide keys and values, by name; one in several places under each of its names."""
+    return [(name, module) for name, module in model.named_modules(remove_duplicate=False) if is_inside(name)]
 
 
 def is_inside(name: str) -> bool:
@@ -105,12 +105,17 @@ def version_of(tensor: Tensor) -> int:
 
 
 def refuse_packed(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Make sure that modules hold their weights as tensors.
+    """Make sure that modules hold their weights as tensors, and their code as that of their classes.
 
     Raises:
-        ValueError: one does not, as those of `torch.ao.quantization.quantize_dynamic`.
+        ValueError: one does not, as those of `torch.ao.quantization.quantize_dynamic` and of `torch.jit`.
     """
     for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name} is compiled by TorchScript, so that nothing tells what it computes: put the module itself in"
+                " its place"
+            )
         if type(module).__module__.startswith(("torch.ao.", "torch.nn.quantized")):
             raise ValueError(
                 f"{name} is {type(module).__qualname__} of {type(module).__module__}, whose weights are packed: a model"
@@ -192,8 +197,8 @@ def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
 
 
 def _rates(own: Mapping[str, Any]) -> list[float]:
-    """Rates of dropout."""
-    rates = [value for key, value in own.items() if key == "p" or "drop" in key]
+    """Rates of dropout, and slopes that PyTorch's `RReLU` draws."""
+    rates = [value for key, value in own.items() if key in ("p", "upper") or "drop" in key]
     return [value for value in rates if isinstance(value, int | float) and not isinstance(value, bool)]
 
 

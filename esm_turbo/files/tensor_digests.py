@@ -16,15 +16,18 @@ __all__ = ["sampled_views", "tensors_digest"]
 # Elements of each tensor that are compared to notice writes that leave no trace in counters.
 _SAMPLED = 32
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Words of eight bytes that are summed together, and those that are read at a time.
-_CHUNK, _BLOCK = 1 << 14, 1 << 20
+# Words of four bytes that are summed together, and those that are read at a time: the products fit into a CPU's cache,
+# and are few launches on a device.
+_CHUNK, _CPU_BLOCK, _BLOCK = 1 << 14, 1 << 16, 1 << 21
 
 
 def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Hash of the bits of named tensors, with dtypes and shapes; the same on every device, hexadecimal.
 
-    Words of eight bytes are multiplied by fixed random odd numbers and summed modulo 2^64 in chunks, which a device
-    does at the speed of its memory; the sums are hashed by SHA-256. A change within one word always shows.
+    Words of four bytes are multiplied by fixed random odd numbers and summed modulo 2^64 in chunks, which a device
+    does at the speed of its memory; the sums are hashed by SHA-256. A change within one word always shows, and changes
+    of several, such as of all signs, fail to show with a probability of 2^-32 (in words of eight bytes, signs would
+    be the highest bits, of which only the parity counts).
     """
     digest = hashlib.sha256()
     words: dict[torch.device, list[tuple[int, Tensor]]] = {}
@@ -44,23 +47,23 @@ def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Bits of a tensor, int64 [words], with zeros at the end of the last."""
+    """Bits of a tensor, int32 [words], with zeros at the end of the last."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if short := -len(data) % 8:
+    if short := -len(data) % 4:
         data = torch.cat([data, data.new_zeros(short)])
-    elif data.storage_offset() % 8:
+    elif data.storage_offset() % 4:
         data = data.clone()
-    return data.view(torch.int64)
+    return data.view(torch.int32)
 
 
 @torch.no_grad()
 def _sums(words: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Weighted sums of each tensor's chunks of words, int64 [chunks] on the CPU; the last chunk may be short."""
-    factors = _factors(device)
+    factors, size = _factors(device), _CPU_BLOCK if device.type == "cpu" else _BLOCK
     sums: list[Tensor] = []
     for one in words:
         whole = one[: len(one) // _CHUNK * _CHUNK]
-        sums += [(block.view(-1, _CHUNK) * factors).sum(1) for block in whole.split(_BLOCK) if len(block)]
+        sums += [(block.view(-1, _CHUNK) * factors).sum(1) for block in whole.split(size) if len(block)]
     # The short ones together: most tensors are small, and each launch costs more than they do.
     rests = [one[len(one) // _CHUNK * _CHUNK :] for one in words]
     products = torch.cat(rests) * torch.cat([factors[: len(rest)] for rest in rests])
@@ -94,8 +97,8 @@ def sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         for _, plain in _plain_tensors("", tensor):
-            # An odd step, so that a sample of a matrix does not stay in one column.
-            step = plain.numel() // _SAMPLED | 1
+            # An odd step, so that a sample of a matrix does not stay in one column; none that skips a 32nd.
+            step = max(1, plain.numel() // _SAMPLED - 1 | 1)
             stored = plain.detach() if plain.is_contiguous() else plain.detach().movedim(-1, 0)
             # As integers, NaN is equal to itself, and autocast leaves them alone.
             bits = stored.reshape(-1).view(_INTEGERS[plain.element_size()])

@@ -205,10 +205,7 @@ class CacheEngine:
         Raises:
             ValueError: the cache is another model's, or this model has no calibration or another one.
         """
-        if cache.codec is None:
-            # It may come from a file.
-            exact_identity(self.encoder)
-        else:
+        if cache.codec is not None:
             self.refresh_fingerprint()
         self.claim(cache)
 
@@ -220,7 +217,8 @@ class CacheEngine:
         if _WATCHED.get() is self and self._is_own(cache, seen_identity(self.encoder)):
             self._place(cache)
             return
-        identity = model_identity(self.encoder)
+        # What no model has claimed may come from a file.
+        identity = exact_identity(self.encoder) if cache.codec is None else model_identity(self.encoder)
         if self._is_own(cache, identity):
             self._place(cache)
             return

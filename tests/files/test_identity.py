@@ -4,13 +4,17 @@ import copy
 import functools
 import gc
 import multiprocessing
+import operator
 import pickle
 import weakref
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from torch.nn.utils import parametrizations, parametrize
+from transformers.models.esm import modeling_esm
 
 from benchmarks.attack import identity as attack
 from benchmarks.attack.model_changes import CHANGES, UNSEEN_IN_MEMORY
@@ -35,8 +39,8 @@ SEQUENCE = "MKTAYIAKQRQISFVK"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def make(dtype=torch.float32, **options):
-    return TurboEsmForMaskedLM.from_esm(make_esm(layers=2, **options), preset="exact").to(dtype).eval()
+def make(dtype=torch.float32, layers=2, **options):
+    return TurboEsmForMaskedLM.from_esm(make_esm(layers=layers, **options), preset="exact").to(dtype).eval()
 
 
 @pytest.fixture
@@ -140,6 +144,14 @@ def test_another_dtype_is_named(kept):
     assert found["embeddings"].startswith("refused")
 
 
+def test_a_file_is_compared_to_the_bit_at_its_first_use(tmp_path):
+    model = attack.small_model("float32")
+    model.prefill(SEQUENCE).save(tmp_path / "cache.safetensors")
+    CHANGES["element"](model.model, ExitStack())
+    with pytest.raises(ValueError, match="the weights differ"):
+        model.extend(TurboKVCache.load(tmp_path / "cache.safetensors"), "GSG")
+
+
 @pytest.mark.parametrize("change", UNSEEN_IN_MEMORY)
 def test_what_a_cache_in_memory_does_not_see_is_not_saved(tmp_path, change):
     model = attack.small_model("float32")
@@ -149,6 +161,65 @@ def test_what_a_cache_in_memory_does_not_see_is_not_saved(tmp_path, change):
         with pytest.raises(ValueError, match="has changed since"):
             cache.save(tmp_path / "cache.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_caches_without_their_model_are_not_saved(tmp_path):
+    """Nothing tells whether it was changed before."""
+    model = attack.small_model("float32")
+    cache = model.prefill(SEQUENCE)
+    cache.save(tmp_path / "cache.safetensors")
+    copied = pickle.loads(pickle.dumps(cache))
+    assert torch.isfinite(model.extend(copied, "GSG").logits).all()
+    # A model has claimed it.
+    copied.save(tmp_path / "copied.safetensors")
+    copied = pickle.loads(pickle.dumps(cache))
+    loaded = TurboKVCache.load(tmp_path / "cache.safetensors")
+    del model
+    gc.collect()
+    for one in (cache, copied):
+        with pytest.raises(ValueError, match="does not exist here any more"):
+            one.save(tmp_path / "other.safetensors")
+    pickle.loads(pickle.dumps(loaded)).save(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("part", ["intermediate.dense", "LayerNorm", "attention"])
+def test_modules_in_several_places_count_in_each(part):
+    """Layers A, B, A, B, and A, B, B, A."""
+    model, found = make(layers=4).esm, set()
+    owner, _, name = part.rpartition(".")
+    parts = [layer.get_submodule(part) for layer in model.encoder.layer[:2]]
+    for order in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 1)):
+        for layer, index in zip(model.encoder.layer, order, strict=True):
+            setattr(layer.get_submodule(owner), name, parts[index])
+        found.add((exact_identity(model).forward, exact_identity(model).weights))
+    assert len(found) == 3
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("context", [autocast, parametrize.cached])
+def test_copies_of_former_weights_are_not_kept_as_of_later_ones(tmp_path, context):
+    """Those that autocast and parametrizations keep within a block."""
+    model = attack.small_model("float32")
+    dense = model.model.esm.encoder.layer[0].intermediate.dense
+    if context is not autocast:
+        parametrizations.weight_norm(dense)
+    with context(), torch.no_grad():
+        model.score(SEQUENCE, ["GSG"], arm="frozen")
+        next(dense.parameters()).mul_(3)
+        if context is autocast:
+            ContextStore(tmp_path).add(model, [SEQUENCE])
+        else:
+            with pytest.raises(ValueError, match=r"parametrize.cached is not code of a known library"):
+                ContextStore(tmp_path).add(model, [SEQUENCE])
+    with context() if context is autocast else nullcontext():
+        [stored] = ContextStore(tmp_path).get(model, SEQUENCE)
+        assert (stored is None) is (context is not autocast)
+        if stored is not None:
+            fresh = model.extend(model.prefill(SEQUENCE), "GSG").logits
+            torch.testing.assert_close(model.extend(stored, "GSG").logits, fresh, rtol=0, atol=0)
 
 
 def test_what_leaves_the_numbers_alone_refuses_nothing(turbo, kept):
@@ -240,6 +311,16 @@ def test_kernels_and_graphs_run_only_what_they_replace():
     model_identity(model.esm)
     assert seen_code(model.esm)[1] != options
     assert packed_encoder._layers(model.esm.encoder)[1].norms[0][2] == 1e-2
+
+
+def test_slopes_drawn_at_random_cannot_be_kept(turbo):
+    one = in_turbo(make(), turbo)
+    layer = one.model.esm.encoder.layer[0].intermediate
+    layer.dense = torch.nn.Sequential(layer.dense, torch.nn.RReLU()).eval()
+    one.prefill(SEQUENCE)
+    one.model.train()
+    with pytest.raises(ValueError, match=r"\.eval\(\)"):
+        one.prefill(SEQUENCE)
 
 
 @pytest.mark.parametrize("module", ["embeddings.dropout", "encoder.layer.0.attention.self"])
@@ -360,3 +441,43 @@ def test_packed_weights_are_refused(turbo):
     for use in (lambda: one.prefill(SEQUENCE), lambda: one.score(SEQUENCE, ["GSG"], arm="frozen")):
         with pytest.raises(ValueError, match="whose weights are packed"):
             use()
+
+
+def test_compiled_modules_are_refused(turbo):
+    one = in_turbo(make(), turbo)
+    layer = one.model.esm.encoder.layer[0].intermediate
+    layer.dense = torch.jit.script(layer.dense)
+    with pytest.raises(ValueError, match=r"layer.0.intermediate.dense is compiled by TorchScript"):
+        one.score(SEQUENCE, ["GSG"], arm="frozen")
+
+
+OBJECTS = {
+    "scripted": lambda slope: torch.jit.script(torch.nn.functional.leaky_relu),
+    "module": torch.nn.LeakyReLU,
+    "method": lambda slope: torch.nn.LeakyReLU(slope).forward,
+    "method_of_tensor": lambda slope: torch.full((64,), slope).mul,
+    "partial": lambda slope: functools.partial(torch.nn.functional.leaky_relu, negative_slope=slope),
+    "partial_method": lambda slope: functools.partialmethod(torch.nn.functional.leaky_relu, slope),
+    "caller": lambda slope: operator.methodcaller("clamp", slope),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize(("owner", "name"), [(modeling_esm, "gelu"), (modeling_esm.EsmIntermediate, "forward")])
+def test_objects_that_hold_numbers_are_not_known_by_their_class(model, monkeypatch, kind, owner, name):
+    monkeypatch.setattr(owner, name, OBJECTS[kind](0.5))
+    with pytest.raises(ValueError, match="is not code of a known library"):
+        lasting_identity(model)
+
+
+def test_hooks_that_accelerate_joins_are_judged(model):
+    class Doubled(ModelHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    dense = model.encoder.layer[0].intermediate.dense
+    add_hook_to_module(dense, AlignDevicesHook("cpu"))
+    assert not lasting_identity(model).foreign
+    add_hook_to_module(dense, Doubled(), append=True)
+    with pytest.raises(ValueError, match="is not code of a known library"):
+        lasting_identity(model)
