@@ -513,7 +513,12 @@ class ContextStore:
     def _filling(
         self, turbo: ContextModel, spec: ContextSpec, on_failure: Callable[[str, str], None] | None
     ) -> Filling:
-        prefill = partial(prefill_wanted, turbo, on_failure)
+        def prefill(wanted: Sequence[PrefillRequest]) -> Sequence[Computed]:
+            computed = prefill_wanted(turbo, on_failure, wanted)
+            # Other code may have changed it since the last batch.
+            spec.identity.check_unchanged()
+            return computed
+
         return Filling(self._files, self._lookup, self._mutex, spec, turbo.model.device, prefill)
 
 

@@ -297,6 +297,36 @@ def test_a_fine_tuned_model_is_refused(tiny, tmp_path, name):
             opened.get(turbo, "MKTAY")
 
 
+@pytest.mark.parametrize("what", ["*-*/*/*.safetensors", "*-*/**/*.safetensors", "**/*.safetensors"])
+def test_contexts_put_there_from_another_models_store_are_not_read(tiny, tmp_path, what):
+    """Of its contexts, of their partitions too, and of its header too, as where the folder is exchanged."""
+    one, other = tiny(), copy.deepcopy(tiny())
+    with torch.no_grad():
+        other.model.esm.encoder.layer[0].output.dense.weight.mul_(2)
+    store = ContextStore(tmp_path / "one", host_bytes=0)
+    store.get_or_prefill(one, "GSGSG")
+    ContextStore(tmp_path / "other").get_or_prefill(other, "MKTAY")
+    for path in (tmp_path / "other").glob(what):
+        target = tmp_path / "one" / path.relative_to(tmp_path / "other")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    assert store.get(one, "MKTAY") == [None]
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_model_that_changes_between_batches_keeps_nothing_of_what_follows(tiny, tmp_path, trace):
+    turbo = copy.deepcopy(tiny())
+    weight = turbo.model.esm.encoder.layer[0].output.dense.weight
+
+    def progress(stage, done, total):
+        if done:
+            (weight.detach() if trace else weight.data).view(-1)[7] += 1
+
+    with pytest.raises(ValueError, match="has changed since"):
+        ContextStore(tmp_path).add(turbo, ["MKTAY", "GSGSG", "ACDEF"], toks_per_batch=1, progress=progress)
+    assert len(list(tmp_path.glob("*-*/*/*.safetensors"))) == 1
+
+
 def test_another_version_is_refused(tiny, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(store_files, "FORMAT_VERSION", 7)

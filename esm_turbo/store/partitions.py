@@ -23,7 +23,7 @@ from esm_turbo.files.fingerprint import same_codec
 from esm_turbo.files.writing import file_errors, locked_temporary, refuse_links, replacing
 from esm_turbo.store.flat import ContextSpec, FlatContext
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 PARTITION_FILE = "shelf.safetensors"
 _SUFFIX = ".safetensors"
 
@@ -36,11 +36,13 @@ class Partition:
         folder: of its files.
         config: options under which the contexts are stored.
         codec_fingerprint: of the calibration.
+        model: digest of the model's identity: files may come here from the store of another one.
     """
 
     folder: Path
     config: TurboConfig
     codec_fingerprint: npt.NDArray[np.float32]
+    model: str
 
     @property
     def name(self) -> str:
@@ -50,8 +52,9 @@ class Partition:
     def of(cls, store: Path, spec: ContextSpec) -> Partition:
         """A new partition for the contexts that a model writes."""
         fingerprint = spec.codec.fingerprint
-        digest = hashlib.sha256(np.ascontiguousarray(fingerprint).tobytes()).hexdigest()[:8]
-        return cls(store / f"{spec.config.name}-{digest}", spec.config, fingerprint)
+        model = spec.identity.digest
+        digest = hashlib.sha256(np.ascontiguousarray(fingerprint).tobytes() + model.encode()).hexdigest()[:8]
+        return cls(store / f"{spec.config.name}-{digest}", spec.config, fingerprint, model)
 
     @classmethod
     def read(cls, path: Path) -> Partition:
@@ -63,13 +66,13 @@ class Partition:
         tensors, metadata = read_artifact(path, "context_shelf", FORMAT_VERSION)
         try:
             config = TurboConfig.from_dict(metadata["config"])
-            return cls(path.parent, config, tensors["codec_fingerprint"].numpy().copy())
+            return cls(path.parent, config, tensors["codec_fingerprint"].numpy().copy(), metadata["model"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
     def write(self) -> None:
         path = self.folder / PARTITION_FILE
-        metadata = {"config": self.config.to_dict()}
+        metadata = {"config": self.config.to_dict(), "model": self.model}
         fingerprint = torch.from_numpy(np.ascontiguousarray(self.codec_fingerprint))
         refuse_links(self.folder, self.folder.parent)
         with replacing(path, inside=True) as temporary:
@@ -77,7 +80,8 @@ class Partition:
 
     def is_like(self, other: Partition) -> bool:
         """True if its contexts are of the same kind as those of another one, perhaps of another store."""
-        return self.config == other.config and same_codec(self.codec_fingerprint, other.codec_fingerprint)
+        same = self.config == other.config and self.model == other.model
+        return same and same_codec(self.codec_fingerprint, other.codec_fingerprint)
 
     def keys(self) -> Iterator[str]:
         """Keys of all contexts."""
@@ -99,7 +103,7 @@ class Partition:
         if path.is_symlink():
             raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
         tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
-        if metadata.get("key") != key or metadata.get("shelf") != self.name:
+        if (metadata.get("key"), metadata.get("shelf"), metadata.get("model")) != (key, self.name, self.model):
             raise ArtifactError(f"{path}: the file of another context")
         try:
             return FlatContext.from_description(tensors["data"], metadata["layout"])
@@ -155,7 +159,12 @@ class Staging:
             OSError: writing failed, for example because the disk is full.
         """
         path = self._path(key)
-        metadata = {"key": key, "shelf": self.partition.name, "layout": context.description()}
+        metadata = {
+            "key": key,
+            "shelf": self.partition.name,
+            "model": self.partition.model,
+            "layout": context.description(),
+        }
         with file_errors(self.partition.path(key)):
             path.touch()
             mode = path.stat().st_mode

@@ -102,6 +102,8 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     if request.context is not None:
         ids, config = bytes(request.context.ids), default_config(turbo)
         settings["context"] = {"ids": hashlib.sha256(ids).hexdigest(), "preset": config.to_dict()}
+        if state := turbo.model.base_model.codec(config).state:
+            settings["context"]["codec"] = tensors_digest(sorted(state.items()))
     if request.writes_contexts:
         codec = turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}

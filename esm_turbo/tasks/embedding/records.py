@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esm_turbo.files.identity import lasting_identity
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
@@ -137,6 +138,9 @@ def embed_records(
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             for number, result in runner.run(task, pieces, stage="embed", units=residues, progress=progress):
+                # Other code may have changed it since the settings were noted; copies of it are as they were.
+                if isinstance(runner, InProcessRunner) and lasting_identity(turbo.model).digest != settings["weights"]:
+                    raise ValueError("the model has changed since the run began, and what it then computed is not kept")
                 for row, record in enumerate(pieces[number]):
                     if row in result.failed:
                         failed[record.sequence] = result.failed[row]

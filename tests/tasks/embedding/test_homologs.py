@@ -60,6 +60,15 @@ def test_results_belong_to_their_context(e1: TurboEsm) -> None:
     assert settings_of[0] != settings_of[1] != settings_of[3] != settings_of[0]
 
 
+def test_results_belong_to_the_calibration_that_their_context_is_stored_by() -> None:
+    turbo = TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="turbo3")
+    request = EmbeddingRequest.of(turbo, (-1,), ["mean"], context=CONTEXT)
+    before = embedding_settings(turbo, request)
+    assert embedding_settings(turbo, request) == before
+    turbo.model.base_model.codec(turbo.model.base_model.turbo_config).state["key_mean"].mul_(2)
+    assert embedding_settings(turbo, request) != before
+
+
 def test_bad_contexts_are_refused(e1: TurboEsm, tmp_path: Path) -> None:
     for context, message in (
         (["MKT", "MKTA"], "proteins are embedded after one context, got 2"),

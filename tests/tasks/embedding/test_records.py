@@ -377,3 +377,18 @@ def test_embeddings_of_other_weights_are_not_resumed(turbo, tmp_path):
     other.model.esm.encoder.layer[3].attention.self.value.weight[128:] = 0
     with pytest.raises(ValueError, match="holds embeddings made with weights"):
         embed_records(other, proteins()[:1], tmp_path / "out", request)
+
+
+@torch.no_grad()
+def test_a_model_that_changes_during_a_run_keeps_nothing_of_what_follows(turbo, tmp_path):
+    other = copy.deepcopy(turbo)
+    weight = other.model.esm.encoder.layer[3].output.dense.weight
+    request = EmbeddingRequest.of(other, [-1], ["mean"])
+
+    def progress(stage, done, total):
+        if done:
+            weight.data.view(-1)[7] += 1
+
+    with pytest.raises(UnfinishedError, match="the model has changed since the run began"):
+        embed_records(other, proteins()[:3], tmp_path, request, toks_per_batch=1, progress=progress)
+    assert len(index_rows(tmp_path)) == len(list(tmp_path.glob("*.pt"))) == 1
