@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
-from esm_turbo.serve.service import Service
 from tests.helpers.e1 import plain_forward
 from tests.test_modeling_e1_turbo import E1_MINI, REFERENCE, texts
 
@@ -186,7 +185,6 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: e1.generate("MKT", max_new_tokens=2),
         lambda e1: e1.embed("MKT", return_cache=True),
         lambda e1: e1.embed("MKT", window=16),
-        lambda e1: Service(e1, ContextStore("unused")),
     ],
     ids=["score", "score_pairs", "generate", "embed_caches", "embed_windows", "serve"],
 )

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -75,7 +75,7 @@ class Client:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send("POST", path, raw, {"content-type": "application/json"})
 
-    def add(self, sequence: str) -> str:
+    def add(self, sequence: str | Sequence[str]) -> str:
         """Store a context, and return its id."""
         answer = self.post("/v1/contexts", {"sequence": sequence})
         assert answer.status == 200, answer.body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -106,3 +106,10 @@ def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, 
         ids += codes.whole(residues)
     limits.check(name, len(homologs), len(ids))
     return ids
+
+
+def decode_homologs(codes: TokenCodes, ids: Sequence[int]) -> str:
+    """The homologs of a context's token ids, separated by commas: the inverse of `encode_homologs`."""
+    begins = [place for place, token in enumerate(ids) if token == codes.cls]
+    whole = (ids[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True))
+    return SEPARATOR.join(codes.decode(one[len(codes.before) : len(one) - len(codes.after)]) for one in whole)

@@ -43,4 +43,4 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
     return Guard(app, service.limits, service.metrics, tokens, hosts)
 
 
-_SUMMARY = "ESM-2 and ESM-C with cached contexts: scores, variant effects, embeddings, generation."
+_SUMMARY = "ESM-2, ESM-C and E1 with cached contexts: scores, variant effects, embeddings, generation."

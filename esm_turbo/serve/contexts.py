@@ -1,8 +1,9 @@
 """The contexts of the service: those that clients named, on disk, and what requests derive from them, in memory.
 
-A context is named by its key in the store, a hash of its tokens. Scores need other contexts than the plain one: with
-masks in the place of a candidate, or with `<eos>`. These stay in memory, ready to be read, up to a budget, and are
-computed again when they are gone; only the plain ones are stored.
+A context is named by its key in the store, a hash of its tokens: of a protein, or of homologs where contexts are exact.
+Scores need other contexts of a protein than the plain one: with masks in the place of a candidate, or with `<eos>`.
+These stay in memory, ready to be read, up to a budget, and are computed again when they are gone; only the plain ones
+are stored.
 """
 
 from __future__ import annotations
@@ -10,21 +11,34 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.context_store import ContextStore, context_key
 from esm_turbo.files.tabular import counted
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.homologs import decode_homologs
 from esm_turbo.serve.errors import NO_CONTEXT, RequestError
 from esm_turbo.store.tiers import Tier
 from esm_turbo.tasks.common.forwards import maybe_decode
+from esm_turbo.tasks.common.homologs import stored_ids
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-# Sequences whose keys are known without reading a file.
-_KNOWN = 20_000
+# Bytes of sequences whose keys are known without reading a file.
+_KNOWN = 32 << 20
+
+
+class _Sequence(NamedTuple):
+    """The residues of a context; homologs are separated by commas."""
+
+    text: str
+
+    @property
+    def nbytes(self) -> int:
+        """About, with its key."""
+        return len(self.text) + 256
 
 
 class Contexts:
@@ -44,30 +58,37 @@ class Contexts:
         self.turbo = turbo
         self.store = store
         self.limit = limit
+        self.exact = turbo.model.base_model.exact_contexts is not None
         self.stored: int = store.info()["contexts"]
         self.resident = Tier[Hashable, TurboKVCache](budget)
         self._decoded: OrderedDict[Hashable, TurboKVCache] = OrderedDict()
         self._most_decoded = decoded
-        self._sequences: OrderedDict[str, str] = OrderedDict()
+        self._sequences = Tier[str, _Sequence](_KNOWN)
         self._mutex = threading.Lock()
 
-    def sequence(self, key: str) -> str:
-        """Residues of a stored context. Any thread may call it.
+    def sequence(self, key: str, field: Sequence[str | int] = ("path", "id")) -> str:
+        """Residues of a stored context; homologs are separated by commas. Any thread may call it.
+
+        Args:
+            key: of the context.
+            field: that names it, for the error.
 
         Raises:
             RequestError: there is no such context.
         """
         with self._mutex:
             known = self._sequences.get(key)
-            if known is not None:
-                self._sequences.move_to_end(key)
-                return known
+        if known is not None:
+            return known.text
         cache = self.store.load(self.turbo, key)
         codes = self.turbo.codes
-        ids = [] if cache is None else cache.token_ids[0, : cache.get_seq_length()].tolist()
-        if ids[:1] != [codes.cls] or len(ids) < 2 or {codes.eos, codes.mask} & set(ids):
-            raise RequestError(404, NO_CONTEXT, ("path", "id"))
-        sequence = codes.decode(ids[1:])
+        if cache is not None and self.exact:
+            sequence = decode_homologs(codes, stored_ids(codes, cache))
+        else:
+            ids = [] if cache is None else cache.token_ids[0, : cache.get_seq_length()].tolist()
+            if ids[:1] != [codes.cls] or len(ids) < 2 or {codes.eos, codes.mask} & set(ids):
+                raise RequestError(404, NO_CONTEXT, field)
+            sequence = codes.decode(ids[1:])
         self._remember(key, sequence)
         return sequence
 
@@ -100,10 +121,10 @@ class Contexts:
         compute: Callable[[], TurboKVCache],
         /,
     ) -> TurboKVCache:
-        """The context of exactly these tokens; those with masks or `<eos>` are computed, and kept by `ready` alone."""
-        codes, row = turbo.codes, list(token_ids)
-        if not {codes.eos, codes.mask} & set(row) and config == turbo.model.base_model.turbo_config:
-            stored = self.store.load(turbo, context_key(turbo, codes.decode(row[1:])))
+        """The context of exactly these tokens: a stored one, or one that is computed, and kept by `ready` alone."""
+        named = self.exact or not {turbo.codes.eos, turbo.codes.mask} & set(token_ids)
+        if named and config == turbo.model.base_model.turbo_config:
+            [stored] = self.store.find(turbo, [token_ids], config)
             if stored is not None:
                 return stored
         return compute()
@@ -132,6 +153,4 @@ class Contexts:
 
     def _remember(self, key: str, sequence: str) -> None:
         with self._mutex:
-            self._sequences[key] = sequence
-            while len(self._sequences) > _KNOWN:
-                self._sequences.popitem(last=False)
+            self._sequences.put(key, _Sequence(sequence))

@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
 from esm_turbo.tasks.common.forwards import prefill_ids
+from esm_turbo.tasks.common.homologs import QueryContext
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.row_engine import predict_together
 from esm_turbo.tasks.common.rows import ItemRows, RowGroup, RowSlice
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
+# Tokens around the residues of a query, about.
+_AROUND_QUERY = 4
 NOT_FINITE = "the model's predictions are not finite; start the service with --dtype float32"
 
 
@@ -51,7 +54,7 @@ class Job(ABC):
     """
 
     kind: str
-    batch: ClassVar[str | None] = None
+    batch: Hashable = None
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -72,9 +75,8 @@ class Job(ABC):
     def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
         """The next piece, of `tokens` tokens at most where it can be cut so small: what `run` takes, and its tokens."""
 
-    @classmethod
     @abstractmethod
-    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Run pieces of jobs of one `batch`, and yield for each its index and what `put` takes, once it is there."""
 
     @abstractmethod
@@ -156,8 +158,10 @@ class ItemJob(Job):
             number, group = self._group, self.item.groups[self._group]
             key = (tuple(group.context), group.kept)
             decodes = turbo.model.device.type == "cpu" or not group.hides
-            compute = partial(self._context_of, group, turbo, contexts)
-            cache = contexts.ready(key, compute, group.tokens if decodes else 0)
+            cache = None
+            if group.context:
+                compute = partial(self._context_of, group, turbo, contexts)
+                cache = contexts.ready(key, compute, group.tokens if decodes else 0)
             if key[0] not in self._known:
                 self._known.add(key[0])
                 self.advance(len(group.context), 0)
@@ -217,9 +221,8 @@ class SequencesJob(Job):
         self._special = special
         super().__init__(sum(map(self._size, sequences)))
 
-    @classmethod
     @abstractmethod
-    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+    def call(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
         """What is asked of each sequence, all different."""
 
     @property
@@ -236,11 +239,10 @@ class SequencesJob(Job):
         self.left = bool(self._waiting)
         return taken, size
 
-    @classmethod
-    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """One call for the sequences of all pieces, each once."""
         distinct = list(dict.fromkeys(sequence for work in works for sequence in work))
-        found = dict(zip(distinct, cls.call(turbo, contexts, distinct), strict=True))
+        found = dict(zip(distinct, self.call(turbo, contexts, distinct), strict=True))
         yield from ((index, [(one, found[one]) for one in work]) for index, work in enumerate(works))
 
     def put(self, found: Any) -> None:
@@ -260,8 +262,7 @@ class ContextJob(SequencesJob):
     def __init__(self, sequence: str) -> None:
         super().__init__([sequence], special=1)
 
-    @classmethod
-    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+    def call(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
         """The keys."""
         return contexts.add(sequences)
 
@@ -271,17 +272,29 @@ class ContextJob(SequencesJob):
 
 
 class EmbedJob(SequencesJob):
-    """Mean embeddings of sequences; the result is float32 [sequences, hidden_size]."""
+    """Mean embeddings of sequences; the result is float32 [sequences, hidden_size].
 
-    kind = batch = "embeddings"
+    Args:
+        sequences: residues of each.
+        special: number of tokens beside the residues of each.
+        context: homologs that each is read after.
+    """
 
-    def __init__(self, sequences: Sequence[str]) -> None:
-        super().__init__(sequences, special=2)
+    kind = "embeddings"
 
-    @classmethod
-    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+    def __init__(self, sequences: Sequence[str], special: int = 2, context: QueryContext | None = None) -> None:
+        super().__init__(sequences, special)
+        self.context = context
+        self.batch = self.kind, None if context is None else context.ids
+
+    def call(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
         """Of the last layer."""
-        embeddings = embed(turbo, sequences, include=["mean"])
+        cache, given = None, self.context
+        if given is not None:
+            config = turbo.model.base_model.turbo_config
+            key = (given.ids, len(given.ids))
+            cache = contexts.ready(key, lambda: given.prefilled(turbo, config, contexts))
+        embeddings = embed(turbo, sequences, include=["mean"], context=cache)
         return [mean for one in embeddings for mean in (one.mean_representations or {}).values()]
 
     def result(self) -> Any:
@@ -297,15 +310,24 @@ class GenerateJob(Job):
     Args:
         sequence: residues and masks.
         residues: number of both.
-        options: for this sequence alone.
+        options: for this sequence alone; `positions` are given unless it appends.
         seed: of its samples.
         stored: whether the sequence is a stored context to append to.
+        homologs: contexts that the sequence is read after, of a family that reads them; None for other families.
     """
 
     kind = "generate"
 
-    def __init__(self, sequence: str, residues: int, options: GenerationOptions, seed: int, stored: bool) -> None:
-        self.sequence, self.options, self.stored = sequence, options, stored
+    def __init__(
+        self,
+        sequence: str,
+        residues: int,
+        options: GenerationOptions,
+        seed: int,
+        stored: bool,
+        homologs: Sequence[str] | None = None,
+    ) -> None:
+        self.sequence, self.options, self.stored, self.homologs = sequence, options, stored, homologs
         self._seeds = row_seeds(seed, options.num_return_sequences)
         self._made: list[GenerationOutput] = []
         self._steps: Generator[int, None, GenerationOutput] | None = None
@@ -315,12 +337,16 @@ class GenerateJob(Job):
             # What a sample runs at once.
             self._at_once = per_step
         else:
-            chosen = sequence.lower().count("<mask>") if options.positions is None else len(options.positions)
+            chosen = len(options.positions or ())
             steps = math.ceil(chosen / options.per_step) * options.sweeps
-            # A window around each chosen position, and now and then the whole protein.
-            per_step = min(residues, chosen * (2 * refresh + 1)) + residues // (options.refresh_every or 8) + 1
-            self._at_once = residues + 2
-        super().__init__(residues + options.num_return_sequences * steps * per_step)
+            if homologs is None:
+                # A window around each chosen position, and now and then the whole protein.
+                per_step = min(residues, chosen * (2 * refresh + 1)) + residues // (options.refresh_every or 8) + 1
+                self._at_once = residues + 2
+            else:
+                per_step = self._at_once = (residues + _AROUND_QUERY) * max(1, len(homologs))
+        before = sum(map(len, homologs or ()))
+        super().__init__(before + residues + options.num_return_sequences * steps * per_step)
 
     @property
     def least(self) -> int:
@@ -333,8 +359,8 @@ class GenerateJob(Job):
             count = max(1, tokens // self._at_once)
             seeds, self._seeds = self._seeds[:count], self._seeds[count:]
             options = replace(self.options, num_return_sequences=len(seeds))
-            store = contexts if self.stored else None
-            self._steps = generation_steps(turbo, [self.sequence], options, seeds, store, tokens)
+            store = contexts if self.stored or self.homologs else None
+            self._steps = generation_steps(turbo, [self.sequence], options, seeds, store, tokens, self.homologs or None)
         return (self._steps, tokens), tokens
 
     @classmethod

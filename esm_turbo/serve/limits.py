@@ -16,6 +16,7 @@ class Limits:
         variants: per request; the default holds all single substitutions of 1,022 residues.
         inputs: sequences per request for embeddings.
         samples: generated sequences per request.
+        averaged: contexts of homologs that a request averages.
         tokens: that the model runs for one request.
         contexts: in the store; further ones are refused.
         body_bytes: of a request.
@@ -30,6 +31,7 @@ class Limits:
     variants: int = 20_000
     inputs: int = 256
     samples: int = 64
+    averaged: int = 16
     tokens: int = 1_000_000
     contexts: int = 100_000
     body_bytes: int = 4 << 20

@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -27,6 +28,7 @@ from esm_turbo.serve.schemas import (
     ErrorAnswer,
     GenerateAnswer,
     GenerateRequest,
+    ProteinVariantsRequest,
     ScoreAnswer,
     ScoreRequest,
     VariantsAnswer,
@@ -75,19 +77,25 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(responses=_ANY_ERROR)
     version_1 = APIRouter(prefix="/v1", responses=_ERRORS, route_class=_Route)
 
-    @version_1.post("/contexts", response_model=ContextAnswer, summary="Store a protein's context")
+    def variant_scores(context: str | list[str] | None, scores: Any) -> dict[str, Any]:
+        return {
+            "context": context,
+            "wild_type": scores.wild_type,
+            "first_position": scores.first_position,
+            "method": scores.method,
+            "refresh": scores.refresh,
+            "variants": [{"variant": one.variant, "score": one.score} for one in scores.scores],
+            "run": service.run(contexts=scores.arm != "full"),
+        }
+
+    @version_1.post("/contexts", response_model=ContextAnswer, summary="Store the context of a protein, or of homologs")
     async def add_context(request: Request, body: ContextRequest) -> Response:
-        job = service.context_job(body.sequence)
-
-        def render(key: str) -> dict[str, Any]:
-            return {"id": key, "residues": len(service.contexts.sequence(key)), "run": service.run()}
-
-        return await _answer(service, request, job, render)
+        job = await asyncio.to_thread(service.context_job, body.sequence)
+        return await _answer(service, request, job, service.describe_context)
 
     @version_1.get("/contexts/{id}", response_model=ContextAnswer, summary="Look a context up")
     async def get_context(id: ContextId) -> Response:
-        sequence = await asyncio.to_thread(service.contexts.sequence, id)
-        return JSONResponse({"id": id, "residues": len(sequence), "run": service.run()})
+        return JSONResponse(await asyncio.to_thread(service.describe_context, id))
 
     @version_1.post("/contexts/{id}/score", response_model=ScoreAnswer, summary="Score candidates after a protein")
     async def score(request: Request, id: ContextId, body: ScoreRequest) -> Response:
@@ -111,19 +119,12 @@ def router(service: Service) -> APIRouter:
     @version_1.post("/contexts/{id}/variants", response_model=VariantsAnswer, summary="Score variants of a protein")
     async def variants(request: Request, id: ContextId, body: VariantsRequest) -> Response:
         job = await asyncio.to_thread(service.variants_job, id, body)
+        return await _answer(service, request, job, partial(variant_scores, id), body.stream)
 
-        def render(scores: Any) -> dict[str, Any]:
-            return {
-                "context": id,
-                "wild_type": scores.wild_type,
-                "first_position": body.first_position,
-                "method": scores.method,
-                "refresh": scores.refresh,
-                "variants": [{"variant": one.variant, "score": one.score} for one in scores.scores],
-                "run": service.run(),
-            }
-
-        return await _answer(service, request, job, render, body.stream)
+    @version_1.post("/variants", response_model=VariantsAnswer, summary="Score variants, also after homologs")
+    async def protein_variants(request: Request, body: ProteinVariantsRequest) -> Response:
+        job = await asyncio.to_thread(service.protein_variants_job, body)
+        return await _answer(service, request, job, partial(variant_scores, body.context), body.stream)
 
     @version_1.get("/models", summary="The model, in the shape of OpenAI's API")
     async def models() -> Response:
@@ -142,7 +143,7 @@ def router(service: Service) -> APIRouter:
                     coded = base64.b64encode(mean.tobytes()).decode()
                 data.append({"object": "embedding", "index": index, "embedding": coded})
             usage = {"prompt_tokens": job.tokens, "total_tokens": job.tokens}
-            run = service.run(contexts=False)
+            run = service.run(contexts=body.context is not None)
             return {"object": "list", "data": data, "model": service.name, "usage": usage, "run": run}
 
         return await _answer(service, request, job, render)
@@ -155,7 +156,8 @@ def router(service: Service) -> APIRouter:
             names = ("sequence", "new_residues", "positions", "log_probs", "mean_log_prob")
             columns = made.sequences, made.new_residues, made.positions, made.log_probs, made.mean_log_probs
             rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-            return {"sequences": rows, "seed": body.seed, "run": service.run()}
+            run = service.run(contexts=service.homologs is None or bool(body.context))
+            return {"sequences": rows, "seed": body.seed, "run": run}
 
         return await _answer(service, request, job, render)
 
@@ -168,7 +170,8 @@ def router(service: Service) -> APIRouter:
             raise RequestError(503, f"a batch has been running for {seconds:.0f} s")
         queue = {"requests": engine.jobs, "running": engine.running, "seconds": round(engine.backlog, 3)}
         about = {"status": "ok", "version": __version__, "model": service.name}
-        return JSONResponse({**about, "queue": queue, "limits": vars(limits)})
+        homologs = None if service.homologs is None else vars(service.homologs)
+        return JSONResponse({**about, "queue": queue, "limits": vars(limits), "homologs": homologs})
 
     @routes.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> Response:

@@ -19,6 +19,7 @@ _STREAM = Field(False, description="Answer with lines of JSON: `progress` now an
 _T = TypeVar("_T")
 # Of a list, the first wrong item is an error, and no other: there may be very many, and each takes memory.
 _List = Annotated[list[_T], Field(fail_fast=True)]
+_Homologs = ContextId | _List[ContextId] | None
 
 
 def _letters_by_position(given: object) -> object:
@@ -43,9 +44,11 @@ class _Request(BaseModel):
 
 
 class ContextRequest(_Request):
-    """A protein to compute once and keep."""
+    """A protein to compute once and keep; for E1, its homologs."""
 
-    sequence: str = Field(description="Residues, one letter each.", examples=[_PROTEIN])
+    sequence: str | _List[str] = Field(
+        description="Residues, one letter each; for E1, homologs: separated by commas, or a list.", examples=[_PROTEIN]
+    )
 
 
 class ScoreRequest(_Request):
@@ -73,6 +76,15 @@ class VariantsRequest(_Request):
     stream: bool = _STREAM
 
 
+class ProteinVariantsRequest(VariantsRequest):
+    """Substitutions of a protein to score; by E1, after contexts of homologs."""
+
+    sequence: str = Field(description="Residues of the wild type.", examples=[_PROTEIN])
+    context: _Homologs = Field(
+        None, description="For E1: homologs that the protein is read after; of several contexts, scores are averaged."
+    )
+
+
 class EmbeddingsRequest(_Request):
     """Proteins to embed, in the shape of OpenAI's API."""
 
@@ -81,13 +93,18 @@ class EmbeddingsRequest(_Request):
     encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of little-endian float32.")
     dimensions: int | None = Field(None, description="If given, the model's hidden size.")
     user: str | None = Field(None, description="Ignored.")
+    context: ContextId | None = Field(None, description="For E1: homologs that each protein is read after.")
 
 
 class GenerateRequest(_Request):
     """A protein to append residues to, or to replace residues in; see the docs of generation for the options."""
 
     sequence: str | None = Field(None, description="Residues; `<mask>` may stand for one.", examples=[_PROTEIN])
-    context: ContextId | None = Field(None, description="In place of `sequence`: a context to append to.")
+    context: _Homologs = Field(
+        None,
+        description="In place of `sequence`: a context to append to. For E1, beside it: homologs that it is read after,"
+        " or several contexts to average.",
+    )
     max_new_tokens: int | None = Field(None, description="Residues to append.", examples=[8])
     positions: _List[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
     order: UnmaskingOrder | None = None
@@ -123,6 +140,7 @@ class ContextAnswer(BaseModel):
 
     id: str = Field(description="A hash of the sequence.")
     residues: int
+    homologs: int | None = Field(None, description="Their number, for E1.")
     run: Run
 
 
@@ -159,7 +177,7 @@ class VariantAnswer(BaseModel):
 class VariantsAnswer(BaseModel):
     """Scores in the order of the variants."""
 
-    context: str
+    context: str | list[str] | None
     wild_type: str
     first_position: int
     method: str

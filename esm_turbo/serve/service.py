@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from esm_turbo import __version__
 from esm_turbo.context_store import ContextStore
 from esm_turbo.files.identity import lasting_identity
-from esm_turbo.model.heads import check_reads_on
+from esm_turbo.proteins.homologs import SEPARATOR, ContextLimits, decode_homologs, encode_homologs
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
-from esm_turbo.serve.errors import invalid
+from esm_turbo.serve.errors import RequestError, invalid
 from esm_turbo.serve.jobs import ContextJob, EmbedJob, GenerateJob, ItemJob, Job
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
-from esm_turbo.serve.schemas import EmbeddingsRequest, GenerateRequest, ScoreRequest, VariantsRequest
+from esm_turbo.serve.schemas import (
+    EmbeddingsRequest,
+    GenerateRequest,
+    ProteinVariantsRequest,
+    ScoreRequest,
+    VariantsRequest,
+)
+from esm_turbo.tasks.common.homologs import check_known, default_query_arm, query_contexts
 from esm_turbo.tasks.common.run_info import context_arm
 from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
 from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids
@@ -46,10 +54,10 @@ class Service:
     Attributes:
         name: of the model.
         arm: how its contexts are kept, `turbo` or `frozen`.
+        homologs: sizes of its contexts if these are homologs, see `FamilyEncoder.exact_contexts`; else None.
 
     Raises:
-        ValueError: the store belongs to another model, the preset needs a calibration and there is none, or the model's
-            contexts are whole homologs.
+        ValueError: the store belongs to another model, or the preset needs a calibration and there is none.
     """
 
     def __init__(
@@ -62,13 +70,13 @@ class Service:
         toks_per_batch: int | None = None,
         wait: float = 0.002,
     ) -> None:
-        check_reads_on(turbo.model.base_model, "the service")
         turbo.model.new_cache()
         store.check_model(turbo)
         self.turbo = turbo
         self.limits = limits or Limits()
         self.name = turbo.name
         self.arm = context_arm(turbo)
+        self.homologs: ContextLimits | None = turbo.model.base_model.exact_contexts
         self._run = {
             "model": self.name,
             "fingerprint": lasting_identity(turbo.model).digest,
@@ -94,13 +102,37 @@ class Service:
         self.metrics.derived.set(self.contexts.resident.nbytes)
         return self.metrics.text()
 
-    def context_job(self, sequence: str) -> ContextJob:
-        """The job of storing a context."""
-        return ContextJob(self._residues(sequence, "sequence"))
+    def describe_context(self, key: str) -> dict[str, object]:
+        """The answer about a stored context.
+
+        Raises:
+            RequestError: there is none.
+        """
+        homologs = self.contexts.sequence(key).split(SEPARATOR)
+        about: dict[str, object] = {"id": key, "residues": sum(map(len, homologs)), "run": self.run()}
+        return about if self.homologs is None else about | {"homologs": len(homologs)}
+
+    def context_job(self, given: str | Sequence[str]) -> ContextJob:
+        """The job of storing the context of a protein, or of homologs."""
+        limits, codes = self.homologs, self.turbo.codes
+        if limits is None:
+            if not isinstance(given, str):
+                raise invalid(self._reads_one, "sequence")
+            return ContextJob(self._residues(given, "sequence"))
+        if not isinstance(given, str):
+            _check_count(given, limits.sequences, "sequence")
+            given = SEPARATOR.join(given)
+        if len(given) > limits.positions * _CHARACTERS_PER_RESIDUE:
+            most = f"at most {limits.positions:,} positions are allowed"
+            raise invalid(f"has {len(given):,} characters; {most}", "sequence")
+        try:
+            return ContextJob(decode_homologs(codes, encode_homologs(codes, given, "sequence", limits)))
+        except ValueError as error:
+            raise invalid(str(error), "sequence") from None
 
     def score_job(self, context: str, request: ScoreRequest) -> ItemJob:
         """The job of scoring candidates."""
-        target = self.contexts.sequence(context)
+        target = self._protein(context)
         _check_count(request.candidates, self.limits.candidates, "candidates")
         candidates = []
         for index, sequence in enumerate(request.candidates):
@@ -122,20 +154,31 @@ class Service:
         return self._small(ItemJob("score", rows, self.arm), "candidates")
 
     def variants_job(self, context: str, request: VariantsRequest) -> ItemJob:
-        """The job of scoring variants."""
-        wild_type = self.contexts.sequence(context)
+        """The job of scoring variants of a protein that is a stored context."""
+        return self._variants(self._protein(context), request, [])
+
+    def protein_variants_job(self, request: ProteinVariantsRequest) -> ItemJob:
+        """The job of scoring variants of a protein, alone or after homologs."""
+        wild_type = self._residues(request.sequence, "sequence")
+        self._check_known(wild_type, "sequence")
+        return self._variants(wild_type, request, self._homologs_before(wild_type, request.context))
+
+    def _variants(self, wild_type: str, request: VariantsRequest, homologs: Sequence[str]) -> ItemJob:
+        """The job of scoring variants of a protein after contexts of homologs, if there are any."""
         _check_at_most(request.refresh, self.limits.residues, "refresh")
         names, method = request.variants, request.method
         if names is not None:
             _check_count(names, self.limits.variants, "variants")
+        arm = self.arm if homologs else default_query_arm(self.turbo) or self.arm
+        options = request.refresh, request.first_position, homologs or None
         try:
-            rows = ProteinRows(self.turbo, wild_type, names, method, self.arm, request.refresh, request.first_position)
+            rows = ProteinRows(self.turbo, wild_type, names, method, arm, *options)
         except ValueError as error:
             wrong = next((i for i, name in enumerate(names or ()) if str(error).startswith(repr(name))), 0)
             raise invalid(str(error), "variants", wrong) from None
         if not rows.groups[0].count:
             raise invalid("there is nothing to substitute", "variants")
-        return self._small(ItemJob("variants", rows, self.arm), "refresh")
+        return self._small(ItemJob("variants", rows, arm), "refresh")
 
     def embed_job(self, request: EmbeddingsRequest) -> EmbedJob:
         """The job of embedding sequences."""
@@ -150,23 +193,39 @@ class Service:
         if not isinstance(request.input, str):
             fields = [("input", index) for index in range(len(given))]
         sequences = [self._residues(one, *field) for one, field in zip(given, fields, strict=True)]
-        return self._small(EmbedJob(sequences), "input")
+        context = None
+        for sequence, field in zip(sequences, fields, strict=True):
+            before = self._homologs_before(sequence, request.context, *field)
+            if context is None and before:
+                [context] = query_contexts(self.turbo, before, self.arm)
+        return self._small(EmbedJob(sequences, self.turbo.codes.around, context), "input")
 
     def generate_job(self, request: GenerateRequest) -> GenerateJob:
         """The job of generating residues."""
-        limits, codes = self.limits, self.turbo.codes
-        if (request.sequence is None) == (request.context is None):
+        limits, codes, homologs = self.limits, self.turbo.codes, None
+        if self.homologs is not None:
+            if request.sequence is None:
+                raise invalid("give a protein; a context holds homologs that it is read after", "sequence")
+            if request.max_new_tokens is not None:
+                family = self.turbo.model.family.name
+                raise invalid(f"{family} appends nothing: give masks or positions", "max_new_tokens")
+        elif (request.sequence is None) == (request.context is None):
             raise invalid("give either a sequence or a context", "sequence")
-        if request.context is not None and request.max_new_tokens is None:
+        elif request.context is not None and request.max_new_tokens is None:
             raise invalid("a context can only be appended to: give max_new_tokens", "max_new_tokens")
         _check_at_most(request.num_return_sequences, limits.samples, "num_return_sequences")
         _check_at_most(request.max_new_tokens, limits.candidate_residues, "max_new_tokens")
         for name in ("refresh", "refresh_every", "per_step", "sweeps", "top_k"):
             _check_at_most(getattr(request, name), limits.residues, name)
         sequence = request.sequence or ""
-        if request.context is not None:
-            sequence = self.contexts.sequence(request.context)
+        if self.homologs is None and request.context is not None:
+            if not isinstance(request.context, str):
+                raise invalid(self._reads_one, "context")
+            sequence = self.contexts.sequence(request.context, ("body", "context"))
         ids = self._encode(sequence, limits.residues, "sequence")
+        if self.homologs is not None:
+            self._check_known(sequence, "sequence")
+            homologs = self._homologs_before(codes.decode(ids), request.context)
         fields = request.model_dump(exclude={"sequence", "context", "seed", "allowed"})
         try:
             options = GenerationOptions(allowed=_by_position(request.allowed), **fields)
@@ -185,11 +244,55 @@ class Service:
             chosen = [position for position, token in enumerate(ids, start=1) if token == codes.mask]
             if not chosen:
                 raise invalid("has no <mask>: add some, or give positions or max_new_tokens", "sequence")
+            options = replace(options, positions=chosen)
         for position in constraint.by_position:
             if position not in chosen:
                 raise invalid(f"names position {position}, where nothing is generated", "allowed", str(position))
-        stored = request.context is not None
-        return self._small(GenerateJob(codes.decode(ids), len(ids), options, request.seed, stored), "sequence")
+        stored = homologs is None and request.context is not None
+        job = GenerateJob(codes.decode(ids), len(ids), options, request.seed, stored, homologs)
+        return self._small(job, "sequence")
+
+    @property
+    def _reads_one(self) -> str:
+        return f"{self.turbo.model.family.name} reads one protein at a time and no homologs"
+
+    def _protein(self, context: str) -> str:
+        """The protein of a stored context."""
+        if self.homologs is not None:
+            name = self.turbo.model.family.name
+            message = f"contexts of {name} are homologs: post a protein and its context to /v1/variants"
+            raise RequestError(422, message, ("path", "id"))
+        return self.contexts.sequence(context)
+
+    def _homologs_before(self, query: str, context: str | Sequence[str] | None, *field: str | int) -> list[str]:
+        """Homologs of each context that a query is read after.
+
+        Args:
+            query: residues, which `field` of the body holds; none for `sequence`.
+            context: keys.
+        """
+        if context is None:
+            return []
+        limits, around = self.homologs, self.turbo.codes.around
+        if limits is None:
+            raise invalid(self._reads_one, "context")
+        keys = [context] if isinstance(context, str) else context
+        _check_count(keys, self.limits.averaged, "context")
+        found = [self.contexts.sequence(key, ("body", "context")) for key in keys]
+        for text in found:
+            sequences = [*text.split(SEPARATOR), query]
+            try:
+                limits.check("protein and context", len(sequences), sum(map(len, sequences)) + around * len(sequences))
+            except ValueError as error:
+                raise invalid(str(error), *(field or ("context",))) from None
+        return found
+
+    def _check_known(self, sequence: str, field: str) -> None:
+        """Check that a protein has no residue that the model leaves out, where its residues are predicted."""
+        try:
+            check_known(self.turbo, self.turbo.codes.encode(sequence, field), field)
+        except ValueError as error:
+            raise invalid(str(error), field) from None
 
     def _residues(self, sequence: str, *field: str | int) -> str:
         """The residues of a sequence, upper case, without masks."""

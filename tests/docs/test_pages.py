@@ -43,9 +43,10 @@ NOT_RUN = {
     "docs/performance.md": [("python -m", "needs an NVIDIA GPU")],
     "docs/serving.md": [
         ("pip install", "runs until it is stopped"),
-        # These two by test_serving.py.
+        # These three by test_serving.py.
         ("context=$(curl -sS", "needs the running service"),
         ("import json", "needs the running service"),
+        ("homologs =", "needs the running service of E1"),
         ("python -c", "runs until it is stopped"),
     ],
 }

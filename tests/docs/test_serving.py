@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.serve.process import Process
 from tests.helpers.pages import blocks, language, reason_not_run, same_output
+from tests.test_modeling_e1_turbo import E1_MINI
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 ADDRESS = "http://127.0.0.1:8080"
@@ -41,3 +42,16 @@ def test_the_requests_of_the_page_are_answered(tmp_path: Path) -> None:
     assert same_output(answer.parsed, printed[0]), printed[0]
     scores, usage = printed[1].splitlines()
     assert "GSGSWKDLAE" in scores and "PLLKRR" in scores and "prompt_tokens" in usage
+
+
+@pytest.mark.docs
+@pytest.mark.slow
+def test_the_requests_with_homologs_are_answered(tmp_path: Path) -> None:
+    [post] = (one.parsed.split("\n\ncontext =")[0] for one in blocks(PAGE) if one.parsed.startswith("import json"))
+    [asking] = (one.parsed for one in blocks(PAGE) if reason_not_run(one) == "needs the running service of E1")
+    with Process("--store", tmp_path / "store", "--model", E1_MINI) as service:
+        code = post.replace(ADDRESS, f"http://127.0.0.1:{service.port}") + "\n" + asking
+        command = [sys.executable, "-c", code]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    variants, designs = printed.splitlines()
+    assert "V7A" in variants and "log_probs" in designs

@@ -372,7 +372,7 @@ def test_errors_are_documented(client, method, path, body, status, documented):
 
 def test_every_endpoint_documents_its_errors(client):
     methods = [one for path in client.get("/openapi.json").json["paths"].values() for one in path.values()]
-    assert len(methods) == 9
+    assert len(methods) == 10
     for one in methods:
         errors = [answer["content"] for status, answer in one["responses"].items() if status != "200"]
         assert "default" in one["responses"]
@@ -385,7 +385,7 @@ def test_the_documentation_names_every_endpoint(client):
     paths = client.get("/openapi.json").json["paths"]
     assert set(paths) == {
         "/v1/contexts", "/v1/contexts/{id}", "/v1/contexts/{id}/score", "/v1/contexts/{id}/variants",
-        "/v1/models", "/v1/embeddings", "/v1/generate", "/healthz", "/metrics",
+        "/v1/variants", "/v1/models", "/v1/embeddings", "/v1/generate", "/healthz", "/metrics",
     }  # fmt: skip
 
 

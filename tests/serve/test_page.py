@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from esm_turbo import TurboEsm
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.serve.limits import Limits
 from tests.helpers.service import running
+from tests.test_modeling_e1_turbo import E1_MINI
 
 pytestmark = pytest.mark.browser
 
@@ -210,6 +212,38 @@ def test_a_wrong_residue_is_told_and_can_be_corrected(page):
     page.find_element("id", "run-variants").click()
     wait(lambda: page.find_element("id", "result-variants").is_displayed())
     assert page.find_element("id", "error-variants").text == ""
+
+
+def test_homologs_are_asked_for_where_a_model_reads_them(browser, client, tmp_path):
+    browser.get(f"http://127.0.0.1:{client.port}/")
+    wait(lambda: "esm2-mini" in browser.find_element("id", "service").text)
+    assert not browser.find_element("id", "homologs-variants").is_displayed()
+    e1 = TurboEsm.from_pretrained(E1_MINI, preset="exact", device="cpu")
+    protein = "MKNKVVVVTGVPGVGGTT"
+    aligned = f">wt\n{protein}\n>a\n--MKIGIVpfTGIPGVGKST\n>b\nMRHVVVVTGVPGVGKTT-\n"
+    context = "MKIGIVPFTGIPGVGKST,MRHVVVVTGVPGVGKTT"
+    with running(e1, tmp_path / "store") as client:
+        browser.get(f"http://127.0.0.1:{client.port}/")
+        wait(lambda: browser.find_element("id", "homologs-variants").is_displayed())
+        assert not browser.find_element("id", "tab-ranking").is_displayed()
+        fields = {"protein": protein, "homologs-variants": aligned}
+        found = {row[0]: float(row[1]) for row in run(browser, "variants", "variants", **fields)}
+        expected = {one.variant: one.score for one in e1.score_variants(protein, context=context).scores}
+        assert found == {name: pytest.approx(expected[name], abs=2e-3) for name in found}
+        fields = {"sequences": protein, "homologs-embedding": aligned}
+        run(browser, "embedding", "embedding", **fields)
+        assert "arm frozen" in browser.find_element("css selector", "#result-embedding .run").text
+        fields = {"scaffold": "MKNKXVVVTG", "homologs-design": ">a\nMKIGIV-FTGIP\n", "samples": "2", "seed": "3"}
+        rows = run(browser, "design", "design", **fields)
+        made = e1.generate("MKNK?VVVTG", num_return_sequences=2, seed=3, context="MKIGIVFTGIP")
+        assert [row[2] for row in rows] == made.sequences
+        browser.find_element("id", "tab-variants").click()
+        browser.find_element("id", "homologs-variants").send_keys(">wrong\nMK1\n")
+        browser.find_element("id", "run-variants").click()
+        message = wait(lambda: browser.find_element("id", "error-variants").text)
+        assert message.startswith("homologs: wrong: position 3 is '1'")
+        for kind in ("browser", "performance"):
+            browser.get_log(kind)
 
 
 def test_the_documentation_shows_every_endpoint(page, client):

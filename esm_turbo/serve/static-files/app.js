@@ -9,6 +9,7 @@ const map = new HeatMap($("map"), $("tip"));
 const results = {};
 let model = "";
 let limits = { residues: 1022 };
+let readsHomologs = false;
 
 // Names and residues of the records of FASTA; of other text, which has no headers, of one.
 function records(text) {
@@ -23,6 +24,23 @@ function records(text) {
   const empty = found.find((one) => !one.sequence);
   if (empty) throw new Error(`${empty.name} has no residues.`);
   return found;
+}
+
+// The context of the homologs of a tab: its id, or null for none. Gaps of an alignment are left out, and so is the
+// protein itself, whose residues would be read where they are masked; insertions are kept.
+async function homologs(name, proteins, signal) {
+  const text = $(`homologs-${name}`).value;
+  if (!text.trim()) return null;
+  const read = records(text).map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~*]/g, "") }));
+  const others = read.filter((one) => !proteins.some(({ sequence }) => sequence === one.sequence));
+  if (!others.length) throw new Error("The homologs hold the protein alone.");
+  try {
+    return (await post("/v1/contexts", { sequence: others.map((one) => one.sequence) }, signal)).id;
+  } catch (error) {
+    error.message = error.message.replace(/^sequence: (?:sequence, )?/, "homologs: ");
+    error.message = error.message.replace(/homolog (\d+)/, (_, number) => others[number - 1].name);
+    throw error;
+  }
 }
 
 // A text of a table that a program of spreadsheets must not run, and whose commas do not divide it.
@@ -94,14 +112,17 @@ async function task(name, work) {
   }
 }
 
-// Asks the same of the contexts of several proteins, one after the other; answers carry their names.
+// Asks the same of the contexts of several proteins, one after the other; answers carry their names. A model that reads
+// homologs is asked for each protein after the same ones.
 async function each(proteins, endpoint, body, signal, report) {
   const answers = [];
+  const context = readsHomologs ? await homologs(endpoint, proteins, signal) : null;
   for (const [index, { name, sequence }] of proteins.entries()) {
     try {
-      const { id } = await post("/v1/contexts", { sequence }, signal);
       const done = (share) => report((index + share) / proteins.length);
-      answers.push({ name, ...(await stream(`/v1/contexts/${id}/${endpoint}`, body, signal, done)) });
+      const path = readsHomologs ? `/v1/${endpoint}` : `/v1/contexts/${(await post("/v1/contexts", { sequence }, signal)).id}/${endpoint}`;
+      const given = readsHomologs ? { ...body, sequence, context } : body;
+      answers.push({ name, ...(await stream(path, given, signal, done)) });
     } catch (error) {
       if (proteins.length > 1 && error.name !== "AbortError") error.message = `${name}: ${error.message}`;
       throw error;
@@ -238,7 +259,8 @@ $("again").onclick = () => task("ranking", async (signal, report) => {
 
 $("run-embedding").onclick = () => task("embedding", async (signal) => {
   const proteins = records($("sequences").value);
-  const answer = await post("/v1/embeddings", { input: proteins.map((one) => one.sequence), model }, signal);
+  const context = await homologs("embedding", proteins, signal);
+  const answer = await post("/v1/embeddings", { input: proteins.map((one) => one.sequence), model, context }, signal);
   answer.names = proteins.map((one) => one.name);
   const size = answer.data[0].embedding.length;
   const rows = answer.data.map(({ embedding }, index) => [
@@ -255,7 +277,7 @@ $("run-design").onclick = () => task("design", async (signal) => {
   const append = Number($("append").value);
   const body = { num_return_sequences: Number($("samples").value), temperature: Number($("temperature").value), seed: Number($("seed").value) };
   if (append) Object.assign(body, { sequence, max_new_tokens: append });
-  else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>") });
+  else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>"), context: await homologs("design", [], signal) });
   const answer = await post("/v1/generate", body, signal);
   const columns = [["new residues", "sequence"], ["mean log p (nats per residue)", "number"], ["sequence", "sequence"]];
   fillTable($("table-design"), columns, answer.sequences.map((one) => [one.new_residues, one.mean_log_prob.toFixed(3), one.sequence]));
@@ -308,6 +330,9 @@ fetch("/healthz", { headers: withToken() })
   .then((answer) => answer.json())
   .then((about) => {
     ({ model, limits } = about);
+    readsHomologs = about.homologs !== null;
+    for (const one of document.querySelectorAll(".homologs")) one.hidden = !readsHomologs;
+    for (const one of document.querySelectorAll(".frozen")) one.hidden = readsHomologs;
     $("service").textContent = `model ${model}, version ${about.version}; proteins of up to ${limits.residues.toLocaleString("en")} residues`;
   })
   .catch(() => { $("service").textContent = "the service cannot be reached"; });

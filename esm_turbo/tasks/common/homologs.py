@@ -14,7 +14,7 @@ from esm_turbo.model.plan import FrozenQuery
 from esm_turbo.proteins.alignments import HomologContext
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import encode_homologs
-from esm_turbo.proteins.tokens import TokenIds
+from esm_turbo.proteins.tokens import TokenCodes, TokenIds
 from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import prefill_rows
 from esm_turbo.tasks.common.options import Arm
@@ -147,22 +147,32 @@ def _stored_homologs(turbo: ContextModel, cache: TurboKVCache) -> list[QueryCont
         ValueError: it is another model's, has no rows, or one does not hold whole homologs.
     """
     turbo.model.bind_cache(cache)
-    codes, contexts = turbo.codes, []
+    contexts = []
     if not cache.batch_size:
         raise ValueError("the cache is empty: prefill a context first")
-    # Residues that contexts leave out are told by the gaps of the positions.
-    unknown = codes.pad if codes.unknown is None else codes.unknown
-    for row, (length, positions) in enumerate(zip(cache.lengths.tolist(), cache.next_positions.tolist(), strict=True)):
-        stored = cache.token_ids[row, :length].tolist()
-        if stored[:1] != [codes.cls] or stored[-1:] != [codes.eos]:
-            raise ValueError(f"row {row} of the cache does not hold whole homologs: see `turbo.prefill`")
-        ids = [unknown] * positions
-        places = range(length) if cache.positions is None else cache.positions[row, :length].tolist()
-        for place, token in zip(places, stored, strict=True):
-            ids[place] = token
+    for row in range(cache.batch_size):
+        ids = stored_ids(turbo.codes, cache, row)
         own = cache.select(row) if cache.batch_size > 1 else cache
         contexts.append(QueryContext(tuple(ids), own, f"row {row} of the cache"))
     return contexts
+
+
+def stored_ids(codes: TokenCodes, cache: TurboKVCache, row: int = 0) -> list[int]:
+    """Token ids of the homologs in a row of a cache, with the residues that contexts leave out.
+
+    Raises:
+        ValueError: it does not hold whole homologs.
+    """
+    length, positions = int(cache.lengths[row]), int(cache.next_positions[row])
+    stored = cache.token_ids[row, :length].tolist()
+    if stored[:1] != [codes.cls] or stored[-1:] != [codes.eos]:
+        raise ValueError(f"row {row} of the cache does not hold whole homologs: see `turbo.prefill`")
+    # Residues that contexts leave out are told by the gaps of the positions.
+    ids = [codes.pad if codes.unknown is None else codes.unknown] * positions
+    places = range(length) if cache.positions is None else cache.positions[row, :length].tolist()
+    for place, token in zip(places, stored, strict=True):
+        ids[place] = token
+    return ids
 
 
 def default_query_arm(turbo: ContextModel) -> Arm | None:
