@@ -186,7 +186,7 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: e1.embed("MKT", return_cache=True),
         lambda e1: e1.embed("MKT", window=16),
     ],
-    ids=["score", "score_pairs", "generate", "embed_caches", "embed_windows", "serve"],
+    ids=["score", "score_pairs", "generate", "embed_caches", "embed_windows"],
 )
 def test_tasks_that_read_on_are_refused(e1: TurboEsm, task: Callable[[TurboEsm], object]) -> None:
     with pytest.raises(ValueError, match=r"E1 does not support .*: its contexts are whole homologs"):
