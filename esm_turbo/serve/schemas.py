@@ -106,6 +106,9 @@ class GenerateRequest(_Request):
         " or several contexts to average.",
     )
     max_new_tokens: int | None = Field(None, description="Residues to append.", examples=[8])
+    template: str | None = Field(
+        None, description="Peptide to append, whose residues are kept or drawn.", examples=["GX[KR]XXP"]
+    )
     positions: _List[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
     order: UnmaskingOrder | None = None
     per_step: int = 1

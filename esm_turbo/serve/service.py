@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from esm_turbo import __version__
 from esm_turbo.context_store import ContextStore
 from esm_turbo.files.identity import lasting_identity
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.proteins.homologs import SEPARATOR, ContextLimits, decode_homologs, encode_homologs
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
@@ -27,6 +28,7 @@ from esm_turbo.serve.schemas import (
 from esm_turbo.tasks.common.homologs import check_known, default_query_arm, query_contexts
 from esm_turbo.tasks.common.run_info import context_arm
 from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
+from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids
 from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.score import ProteinRows
@@ -169,6 +171,10 @@ class Service:
         names, method = request.variants, request.method
         if names is not None:
             _check_count(names, self.limits.variants, "variants")
+            # One variant may have very many.
+            substitutions, most = sum(1 + name.count(":") for name in names), self.limits.variants
+            if substitutions > most:
+                raise invalid(f"have {substitutions:,} substitutions; at most {most:,}", "variants")
         arm = self.arm if homologs else default_query_arm(self.turbo) or self.arm
         options = request.refresh, request.first_position, homologs or None
         try:
@@ -203,6 +209,10 @@ class Service:
     def generate_job(self, request: GenerateRequest) -> GenerateJob:
         """The job of generating residues."""
         limits, codes, homologs = self.limits, self.turbo.codes, None
+        if request.template is not None:
+            if self.homologs is not None:
+                raise invalid(f"{self.turbo.model.family.name} designs no peptides for a target", "template")
+            request = self._with_template(request, request.template)
         if self.homologs is not None:
             if request.sequence is None:
                 raise invalid("give a protein; a context holds homologs that it is read after", "sequence")
@@ -226,7 +236,7 @@ class Service:
         if self.homologs is not None:
             self._check_known(sequence, "sequence")
             homologs = self._homologs_before(codes.decode(ids), request.context)
-        fields = request.model_dump(exclude={"sequence", "context", "seed", "allowed"})
+        fields = request.model_dump(exclude={"sequence", "context", "template", "seed", "allowed"})
         try:
             options = GenerationOptions(allowed=_by_position(request.allowed), **fields)
             constraint = allowed_residues(self.turbo, options)
@@ -293,6 +303,35 @@ class Service:
             check_known(self.turbo, self.turbo.codes.encode(sequence, field), field)
         except ValueError as error:
             raise invalid(str(error), field) from None
+
+    def _with_template(self, request: GenerateRequest, template: str) -> GenerateRequest:
+        """The request with masks for what a template leaves open, and its other residues, after the sequence."""
+        if request.sequence is None:
+            raise invalid("a template needs a sequence to follow", "sequence")
+        for name in ("max_new_tokens", "positions"):
+            if getattr(request, name) is not None:
+                raise invalid("a template says what is drawn; leave this out", name)
+        if isinstance(request.allowed, dict):
+            raise invalid("with a template, residues by position belong into it", "allowed")
+        if len(template) > self.limits.candidate_residues * _CHARACTERS_PER_RESIDUE:
+            raise invalid(f"has {len(template):,} characters", "template")
+        try:
+            places = parse_template(template, (request.allowed or STANDARD_RESIDUES).upper())
+        except ValueError as error:
+            raise invalid(str(error), "template") from None
+        if len(places) > self.limits.candidate_residues:
+            raise invalid(f"has {len(places):,} residues; at most {self.limits.candidate_residues:,}", "template")
+        ids = self._encode(request.sequence, self.limits.residues, "sequence")
+        drawn = {len(ids) + place: own for place, own in enumerate(places, start=1) if len(own) > 1}
+        if not drawn:
+            raise invalid("leaves nothing to draw; X stands for any residue", "template")
+        peptide = "".join(own if len(own) == 1 else self.turbo.codes.mask_symbol for own in places)
+        changed = {
+            "sequence": self.turbo.codes.decode(ids) + peptide,
+            "positions": list(drawn),
+            "allowed": {str(position): own for position, own in drawn.items()},
+        }
+        return request.model_copy(update=changed)
 
     def _residues(self, sequence: str, *field: str | int) -> str:
         """The residues of a sequence, upper case, without masks."""

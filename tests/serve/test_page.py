@@ -160,8 +160,9 @@ def run(page, tab, name, **fields):
 
 
 def cells(page, name):
-    rows = page.find_elements("css selector", f"#table-{name} tbody tr")
-    return [[cell.text for cell in row.find_elements("tag name", "td")] for row in rows]
+    # At once, as the page may replace the table meanwhile.
+    rows = f"[...document.querySelectorAll('#table-{name} tbody tr')]"
+    return page.execute_script(f"return {rows}.map((row) => [...row.cells].map((cell) => cell.innerText))")
 
 
 def test_records_of_fasta_are_proteins_of_their_own(page):
@@ -184,8 +185,13 @@ def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo)
     }
     assert [row[1] for row in rows] == sorted(expected, key=expected.__getitem__, reverse=True)
     assert [float(row[4]) for row in rows] == pytest.approx([expected[row[1]] for row in rows], abs=2e-3)
+    page.execute_script("arguments[0].value = '2'", page.find_element("id", "best"))
     page.find_element("id", "again").click()
     wait(lambda: len(cells(page, "ranking")[0]) == 7)
+    assert [row[6] != "" for row in cells(page, "ranking")] == [True, True, False]
+    page.execute_script("arguments[0].value = '3'", page.find_element("id", "best"))
+    page.find_element("id", "again").click()
+    wait(lambda: all(row[6] for row in cells(page, "ranking")))
     full = turbo.score("MKTAYIAKQRQ", peptides, refresh=11)
     again = {row[1]: (float(row[5]), int(row[6])) for row in cells(page, "ranking")}
     for rank, index in enumerate(full.ranking(), start=1):
@@ -199,6 +205,25 @@ def test_proteins_are_embedded_and_designed(page, turbo):
     rows = run(page, "design", "design", scaffold="MKTXXIAK", samples="2", seed="3")
     made = turbo.generate("MKT<mask><mask>IAK", num_return_sequences=2, seed=3)
     assert [row[2] for row in rows] == made.sequences
+
+
+def test_peptides_with_fixed_residues_are_designed_for_a_target_and_ranked(page, turbo):
+    fields = {"scaffold": f">t\n{SECOND}", "template": "GX[KR]XXP", "samples": "8", "seed": "3"}
+    rows = run(page, "design", "design", **fields)
+    made = turbo.generate_binders(
+        SECOND, template="GX[KR]XXP", num_return_sequences=8, seed=3, background="decoys", sort_by="specificity"
+    )
+    assert [row[1] for row in rows] == [one.sequence for one in made.binders]
+    assert [float(row[4]) for row in rows] == pytest.approx([one.score.specificity_z for one in made.binders], abs=0.02)
+    assert "standard deviations" in page.find_element("id", "ranked-design").text
+    page.find_element("id", "fasta-design").click()
+    assert downloaded(page, "designs.fasta").read_text().split("\n")[1] == made.binders[0].sequence
+    rows = run(page, "design", "design", **fields | {"design-background": "none"})
+    assert [len(row) for row in rows] == [3] * len(rows)
+    page.execute_script("arguments[0].value = 'G1P'", page.find_element("id", "template"))
+    page.find_element("id", "run-design").click()
+    wait(lambda: "templates are written as GX[KR]XXP" in page.find_element("id", "error-design").text)
+    page.execute_script("arguments[0].value = ''", page.find_element("id", "template"))
 
 
 def test_a_wrong_residue_is_told_and_can_be_corrected(page):

@@ -249,7 +249,10 @@ $("sort").onchange = () => showRanking(results.ranking[$("which-ranking").value]
 $("again").onclick = () => task("ranking", async (signal, report) => {
   const answers = results.ranking;
   const chosen = $("which-ranking").value;
-  const best = ranked(answers[chosen]).slice(0, 5);
+  const count = Number($("best").value);
+  if (!Number.isSafeInteger(count) || count < 1) throw new Error("The number of peptides to score again must be a whole number from 1.");
+  const best = ranked(answers[chosen]).slice(0, count);
+  for (const one of answers[chosen].candidates) delete one.again;
   const body = { candidates: best.map((one) => one.candidate), refresh: limits.residues };
   const again = await stream(`/v1/contexts/${answers[chosen].context}/score`, body, signal, report);
   again.candidates.forEach((one, index) => { best[index].again = one; });
@@ -271,19 +274,45 @@ $("run-embedding").onclick = () => task("embedding", async (signal) => {
   return answer;
 });
 
-$("run-design").onclick = () => task("design", async (signal) => {
+// Peptides of a template after a target, each once, drawn as PepMLM does and ranked by specificity, or by likelihood.
+async function peptidesOf(template, { name, sequence }, options, signal, report) {
+  const drawn = await post("/v1/generate", { ...options, sequence, template, top_k: 3, per_step: limits.candidate_residues }, signal);
+  const candidates = [...new Set(drawn.sequences.map((one) => one.sequence.slice(sequence.length)))];
+  const background = $("design-background").value;
+  const [answer] = await each([{ name, sequence }], "score", { candidates, background }, signal, report);
+  const by = ["specificity_z", "specificity", "mean_log_probability"].find((figure) => answer.candidates[0][figure] != null);
+  const rows = [...answer.candidates].sort((a, b) => b[by] - a[by]);
+  const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"]];
+  if (background !== "none") columns.push(["specificity (nats per residue)", "number"]);
+  if (by === "specificity_z") columns.push(["specificity (s.d.)", "number"]);
+  fillTable($("table-design"), columns, rows.map((one, index) => {
+    const figures = [fixed(one.specificity, 3), fixed(one.specificity_z, 2)].slice(0, columns.length - 3);
+    return [index + 1, one.candidate, fixed(one.pseudo_perplexity, 3), ...figures];
+  }));
+  const numbers = { specificity_z: "specificity, in standard deviations of the other contexts", specificity: "specificity", mean_log_probability: "pseudo-perplexity" };
+  $("ranked-design").textContent = `Ranked by ${numbers[by]}. Likely is not binding.`;
+  $("title-design").textContent = `${rows.length.toLocaleString("en")} peptides for ${name}, of ${drawn.sequences.length} drawn`;
+  const entries = rows.map((one, index) => `>${name}_${index + 1} ${by}=${one[by].toFixed(4)} pseudo_perplexity=${one.pseudo_perplexity.toFixed(4)}\n${one.candidate}\n`);
+  return { run: answer.run, entries };
+}
+
+$("run-design").onclick = () => task("design", async (signal, report) => {
   const [{ name, sequence }, ...more] = records($("scaffold").value);
   if (more.length) throw new Error("Design one protein at a time.");
   const append = Number($("append").value);
+  const template = $("template").value.trim();
   const body = { num_return_sequences: Number($("samples").value), temperature: Number($("temperature").value), seed: Number($("seed").value) };
+  $("ranked-design").hidden = !template;
+  if (template && append) throw new Error("Give a template, or residues to append, not both.");
+  if (template) return peptidesOf(template, { name, sequence }, body, signal, report);
   if (append) Object.assign(body, { sequence, max_new_tokens: append });
   else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>"), context: await homologs("design", [], signal) });
   const answer = await post("/v1/generate", body, signal);
   const columns = [["new residues", "sequence"], ["mean log p (nats per residue)", "number"], ["sequence", "sequence"]];
   fillTable($("table-design"), columns, answer.sequences.map((one) => [one.new_residues, one.mean_log_prob.toFixed(3), one.sequence]));
   $("title-design").textContent = `${answer.sequences.length} design${answer.sequences.length === 1 ? "" : "s"}`;
-  answer.name = name;
-  return answer;
+  const entries = answer.sequences.map((one, index) => `>${name}_${index + 1} new=${one.new_residues} mean_log_prob=${one.mean_log_prob.toFixed(4)}\n${one.sequence}\n`);
+  return { run: answer.run, entries };
 });
 
 $("example-variants").onclick = () => { $("protein").value = PROTEIN; };
@@ -310,11 +339,7 @@ $("csv-embedding").onclick = () => {
   const columns = ["protein", ...data[0].embedding.map((_, index) => `mean_${index}`)];
   download("embeddings.csv", csv(columns, data.map(({ embedding }, index) => [names[index], ...embedding])));
 };
-$("fasta-design").onclick = () => {
-  const { name, sequences } = results.design;
-  const entries = sequences.map((one, index) => `>${name}_${index + 1} new=${one.new_residues} mean_log_prob=${one.mean_log_prob.toFixed(4)}\n${one.sequence}\n`);
-  download("designs.fasta", new Blob(entries, { type: "text/plain" }));
-};
+$("fasta-design").onclick = () => download("designs.fasta", new Blob(results.design.entries, { type: "text/plain" }));
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 for (const tab of tabs) {
