@@ -66,8 +66,8 @@ def screening() -> str:
 _NUMBERS = {
     "likelihood": ("`pseudo_perplexity`", "", "1"),
     "specificity, alone": ("`specificity`", "`alone`", "1 + 1 / targets"),
-    "specificity, decoys": ("`specificity`", "`decoys`", "1 + 12 / targets"),
-    "specificity_z, decoys": ("`specificity_z`", "`decoys`", "1 + 12 / targets"),
+    "specificity, decoys": ("`specificity`", "`all-decoys`", "1 + 12 / targets"),
+    "specificity_z, decoys": ("`specificity_z`", "`all-decoys`", "1 + 12 / targets"),
     "specificity, targets": ("`specificity`", "`targets`", "1"),
     "specificity_z, targets": ("`specificity_z`", "`targets`", "1"),
 }
