@@ -14,7 +14,6 @@ from esm_turbo.cli.options import MANY, OptionalInput
 from esm_turbo.config import DEFAULT_CONTEXT_TOKENS, DEFAULT_MAX_SIMILARITY
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
-from esm_turbo.proteins.homologs import SEPARATOR
 
 if TYPE_CHECKING:
     from esm_turbo.proteins.alignments import HomologContext
@@ -110,6 +109,8 @@ class DrawnHomologs:
         """
         if self.path is None:
             return
+        from esm_turbo.proteins.homologs import SEPARATOR
+
         limits = turbo.model.base_model.exact_contexts
         if limits is None:
             raise ValueError(

@@ -50,8 +50,9 @@ class Interrupts:
         """
         try:
             yield
-        except BaseException:
-            self.further = _CONTINUES if kept() else _NOTHING
+        except BaseException as error:
+            if self.pending or isinstance(error, KeyboardInterrupt):
+                self.further = _CONTINUES if kept() else _NOTHING
             raise
 
     def ignore(self) -> None:
@@ -63,6 +64,7 @@ class Interrupts:
         """Print the line and return the exit code."""
         self._reported = True
         sys.stderr.write(self._line())
+        self.further = ""
         return 128 + self._number
 
     def _line(self) -> str:
