@@ -9,12 +9,11 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from benchmarks.harness.embedded import evaluation_set, exactness, rounded, shipped_proteins
+from benchmarks.harness.embedded import evaluated, evaluation_set, exactness, rounded, shipped_proteins
 from benchmarks.harness.measure import Case, Figures
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRESETS
-from esm_turbo.evaluate import evaluate
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.calibration.records import calibrate_records, first_records
 
@@ -64,14 +63,7 @@ def _measure(calibration: Sequence[ProteinRecord], tested: Sequence[ProteinRecor
     presets = {name: PRESETS[name] for name in _PRESETS}
     plain = TurboEsm.from_pretrained(calibration=False, device="cpu")
     made = calibrate_records(plain, calibration, presets=presets.values())
-    evaluation = evaluate(
-        TurboEsm.from_pretrained(calibration=made, device="cpu"),
-        [protein.sequence for protein in tested],
-        presets,
-        names=[protein.id for protein in tested],
-        classes=[protein.structural_class for protein in tested],
-        extend_ks=(),
-    )
+    evaluation = evaluated(TurboEsm.from_pretrained(calibration=made, device="cpu"), tested, presets, extend_ks=())
     found = {}
     for preset in rounded(evaluation.to_dict())["presets"]:
         leave_one_out = preset["leave_one_out"]

@@ -6,11 +6,11 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.harness.embedded import evaluation_set, exactness, rounded, small_model
+from benchmarks.harness.embedded import evaluated, evaluation_set, exactness, rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import TurboConfig
-from esm_turbo.evaluate import Evaluation, evaluate
+from esm_turbo.evaluate import Evaluation
 
 SETS = ("cath_val200", "long_human")
 """Evaluation sets: CATH domains below 350 residues, and human proteins of 600 to 1,022."""
@@ -46,14 +46,7 @@ def _measure(
 ) -> list[Figures]:
     begin = time.perf_counter()
     proteins = evaluation_set(name, max_proteins)
-    evaluation = evaluate(
-        small_model(model),
-        [protein.sequence for protein in proteins],
-        presets,
-        names=[protein.id for protein in proteins],
-        classes=[protein.structural_class for protein in proteins],
-        **_EXTENSION,
-    )
+    evaluation = evaluated(small_model(model), proteins, presets, **_EXTENSION)
     shared = {
         "proteins": f"{name}.fasta",
         "seconds_taken": round(time.perf_counter() - begin, 1),

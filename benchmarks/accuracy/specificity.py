@@ -7,6 +7,7 @@ of each target's own peptide and how much the rankings of different targets rese
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -32,36 +33,32 @@ _NUMBERS: dict[str, Callable[[CandidateScore], float | None]] = {
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
     """All targets, or some that are evenly spaced by length: by each background, and by numbers of decoys."""
     chosen = screens(max_proteins)
-
-    def measure(repeats: int) -> Figures:
-        return rounded(_measure(chosen))
-
     shape = {"dtype": "float32", "targets": len(chosen), "candidates": len({one.candidates[0] for one in chosen})}
-    yield Case(
-        name="all pairs", model=EMBEDDED_MODEL.name, shape=shape, check=lambda: check(chosen[0]), measure=measure
-    )
-
-    def measure_counts(repeats: int) -> Figures:
-        return rounded(_measure_counts(chosen))
-
-    yield Case(
-        name="numbers of decoys",
-        model=EMBEDDED_MODEL.name,
-        shape=shape,
-        check=lambda: check(chosen[0]),
-        measure=measure_counts,
-    )
+    for name, measure in (("all pairs", _measure_backgrounds), ("numbers of decoys", _measure_counts)):
+        yield Case(
+            name=name,
+            model=EMBEDDED_MODEL.name,
+            shape=shape,
+            check=lambda: check(chosen[0]),
+            measure=partial(_measure, measure, chosen),
+        )
 
 
-def _measure_counts(chosen: Sequence[Screen]) -> Figures:
-    """Percentiles of binders by the specificity of few decoys, and its rank correlation with that of all."""
-    turbo = embedded()
+def _measure(measure: Callable[..., Figures], chosen: Sequence[Screen], repeats: int) -> Figures:
+    """What a case measures from the scores of all pairs, where targets and their own peptides stand in them."""
     own = [one.candidates[0] for one in chosen]
     targets, candidates = (list(dict.fromkeys(names)) for names in ([one.target for one in chosen], own))
-    plain = turbo.score_pairs(targets, candidates, background="none")
+    plain = embedded().score_pairs(targets, candidates, background="none")
     at = [targets.index(one.target) for one in chosen]
+    return rounded(measure(plain, targets, candidates, at, own))
+
+
+def _measure_counts(
+    plain: PairScores, targets: list[str], candidates: list[str], at: Sequence[int], own: Sequence[str]
+) -> Figures:
+    """Percentiles of binders by the specificity of few decoys, and its rank correlation with that of all."""
     contexts = [record.sequence for record in background_contexts("all-decoys", 1)[1]]
-    elsewhere = turbo.score_pairs(contexts, candidates, background="none")
+    elsewhere = embedded().score_pairs(contexts, candidates, background="none")
     by_count, found = {}, {}
     for count in _COUNTS:
         shared = figures_in(elsewhere[index].by_candidate() for index in range(count))
@@ -74,12 +71,10 @@ def _measure_counts(chosen: Sequence[Screen]) -> Figures:
     return {"decoys": found}
 
 
-def _measure(chosen: Sequence[Screen]) -> Figures:
-    turbo = embedded()
-    own = [one.candidates[0] for one in chosen]
-    targets, candidates = (list(dict.fromkeys(names)) for names in ([one.target for one in chosen], own))
-    plain = turbo.score_pairs(targets, candidates, background="none")
-    at = [targets.index(one.target) for one in chosen]
+def _measure_backgrounds(
+    plain: PairScores, targets: list[str], candidates: list[str], at: Sequence[int], own: Sequence[str]
+) -> Figures:
+    """Percentiles of binders by likelihood, and by the specificity of each background."""
     found = {"likelihood": places(plain, at, own, lambda one: one.mean_log_probability)}
     for background in _BACKGROUNDS:
         compared = _compared(plain, targets, candidates, background)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from transformers import AutoModelForMaskedLM
 from benchmarks.harness.measure import Check, worst
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins, evaluation_proteins
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate import Evaluation, evaluate
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
@@ -55,6 +57,20 @@ def evaluation_set(name: str, max_proteins: int | None = None) -> list[ProteinRe
 def shipped_proteins() -> tuple[ProteinRecord, ...]:
     """The shipped calibration proteins, in the order of their file."""
     return tuple(read_fasta_strict(calibration_proteins()))
+
+
+def evaluated(
+    turbo: TurboEsm, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig], **options: Any
+) -> Evaluation:
+    """An evaluation of records by id and class, see `evaluate`."""
+    return evaluate(
+        turbo,
+        [protein.sequence for protein in proteins],
+        presets,
+        names=[protein.id for protein in proteins],
+        classes=[protein.structural_class for protein in proteins],
+        **options,
+    )
 
 
 @torch.no_grad()

@@ -121,8 +121,7 @@ class DrawnHomologs:
             homologs = context.sequence.split(SEPARATOR)
             for name, homolog in zip(context.ids, homologs, strict=True):
                 limits.check_length(f"{self.path}: record {name!r}", len(homolog))
-            positions = sum(len(one) + turbo.codes.around for one in homologs)
-            limits.check(f"{self.path}: context {number}", len(homologs), positions)
+            limits.check_sequences(f"{self.path}: context {number}", homologs, turbo.codes.around)
 
     def to_dict(self) -> dict[str, Any]:
         """What a run used of it, as plain JSON values, under the key `homologs`; nothing without a family."""

@@ -138,8 +138,7 @@ def attention_of_rows(packing: Packing, ops: ModuleType, plan: _LayerSessions) -
             keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
             session.attend(plan.stored_index(layer_idx), keys, keys, values)
         rows = packing if plan.sees_whole_rows(layer_idx) else sequences
-        seen = earlier if plan.sees_earlier(layer_idx) else None
-        seen = None if seen is None else seen.on(qkv.device)
+        seen = earlier.on(qkv.device) if earlier is not None and plan.sees_earlier(layer_idx) else None
         attended: Tensor = ops.attend(qkv, rows.on(qkv.device).offsets, rows.longest, seen)
         return attended.flatten(1)
 

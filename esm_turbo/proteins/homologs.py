@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -46,6 +46,10 @@ class ContextLimits:
             raise ValueError(
                 f"{name}: {positions:,} positions are too many; the model reads at most {self.positions:,}"
             )
+
+    def check_sequences(self, name: str, sequences: Collection[str], around: int) -> None:
+        """Check the size of sequences that are read together, with so many tokens around each, as `check`."""
+        self.check(name, len(sequences), sum(len(one) + around for one in sequences))
 
     def check_length(self, name: str, residues: int) -> None:
         """Check the length of one sequence.

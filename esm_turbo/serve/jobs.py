@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
-# Tokens around the residues of a query, about.
-_AROUND_QUERY = 4
 NOT_FINITE = "the model's predictions are not finite; start the service with --dtype float32"
 
 
@@ -175,8 +173,7 @@ class ItemJob(Job):
                 self.left = self._group < len(self.item.groups)
         return works, size
 
-    @classmethod
-    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Rows on contexts that are stored alike share batches; where graphs are replayed, only those of one do."""
         together: dict[Hashable, list[tuple[int, _Rows]]] = {}
         # A graph per context takes the host less time than putting several together and launching every kernel.
@@ -282,7 +279,7 @@ class EmbedJob(SequencesJob):
 
     kind = "embeddings"
 
-    def __init__(self, sequences: Sequence[str], special: int = 2, context: QueryContext | None = None) -> None:
+    def __init__(self, sequences: Sequence[str], special: int, context: QueryContext | None = None) -> None:
         super().__init__(sequences, special)
         self.context = context
         self.batch = self.kind, None if context is None else context.ids
@@ -310,6 +307,7 @@ class GenerateJob(Job):
     Args:
         sequence: residues and masks.
         residues: number of both.
+        around: number of tokens around them.
         options: for this sequence alone; `positions` are given unless it appends.
         seed: of its samples.
         stored: whether the sequence is a stored context to append to.
@@ -322,6 +320,7 @@ class GenerateJob(Job):
         self,
         sequence: str,
         residues: int,
+        around: int,
         options: GenerationOptions,
         seed: int,
         stored: bool,
@@ -342,9 +341,9 @@ class GenerateJob(Job):
             if homologs is None:
                 # A window around each chosen position, and now and then the whole protein.
                 per_step = min(residues, chosen * (2 * refresh + 1)) + residues // (options.refresh_every or 8) + 1
-                self._at_once = residues + 2
+                self._at_once = residues + around
             else:
-                per_step = self._at_once = (residues + _AROUND_QUERY) * max(1, len(homologs))
+                per_step = self._at_once = (residues + around) * max(1, len(homologs))
         before = sum(map(len, homologs or ()))
         super().__init__(before + residues + options.num_return_sequences * steps * per_step)
 
@@ -363,8 +362,7 @@ class GenerateJob(Job):
             self._steps = generation_steps(turbo, [self.sequence], options, seeds, store, tokens, self.homologs or None)
         return (self._steps, tokens), tokens
 
-    @classmethod
-    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Steps until they have run all tokens of the piece; how many they ran, and the samples if they are ready."""
         [(steps, tokens)] = works
         ran = 0

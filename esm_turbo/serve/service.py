@@ -162,7 +162,7 @@ class Service:
     def protein_variants_job(self, request: ProteinVariantsRequest) -> ItemJob:
         """The job of scoring variants of a protein, alone or after homologs."""
         wild_type = self._residues(request.sequence, "sequence")
-        self._check_known(wild_type, "sequence")
+        self._check_known(self.turbo.codes.encode(wild_type, "sequence"), "sequence")
         return self._variants(wild_type, request, self._homologs_before(wild_type, request.context))
 
     def _variants(self, wild_type: str, request: VariantsRequest, homologs: Sequence[str]) -> ItemJob:
@@ -234,7 +234,7 @@ class Service:
             sequence = self.contexts.sequence(request.context, ("body", "context"))
         ids = self._encode(sequence, limits.residues, "sequence")
         if self.homologs is not None:
-            self._check_known(sequence, "sequence")
+            self._check_known(ids, "sequence")
             homologs = self._homologs_before(codes.decode(ids), request.context)
         fields = request.model_dump(exclude={"sequence", "context", "template", "seed", "allowed"})
         try:
@@ -259,7 +259,7 @@ class Service:
             if position not in chosen:
                 raise invalid(f"names position {position}, where nothing is generated", "allowed", str(position))
         stored = homologs is None and request.context is not None
-        job = GenerateJob(codes.decode(ids), len(ids), options, request.seed, stored, homologs)
+        job = GenerateJob(codes.decode(ids), len(ids), codes.around, options, request.seed, stored, homologs)
         return self._small(job, "sequence")
 
     @property
@@ -292,15 +292,15 @@ class Service:
         for text in found:
             sequences = [*text.split(SEPARATOR), query]
             try:
-                limits.check("protein and context", len(sequences), sum(map(len, sequences)) + around * len(sequences))
+                limits.check_sequences("protein and context", sequences, around)
             except ValueError as error:
                 raise invalid(str(error), *(field or ("context",))) from None
         return found
 
-    def _check_known(self, sequence: str, field: str) -> None:
+    def _check_known(self, ids: list[int], field: str) -> None:
         """Check that a protein has no residue that the model leaves out, where its residues are predicted."""
         try:
-            check_known(self.turbo, self.turbo.codes.encode(sequence, field), field)
+            check_known(self.turbo, ids, field)
         except ValueError as error:
             raise invalid(str(error), field) from None
 

@@ -83,7 +83,7 @@ def test_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, contexts, mo
     monkeypatch.setattr(type(turbo.model.base_model), "replays", True)
     # There are no graphs on a CPU.
     monkeypatch.setattr(Executor, "addresses", lambda self: None)
-    found = ItemJob.run(turbo, contexts, [job.take(turbo, contexts, 10_000)[0] for job in jobs])
+    found = jobs[0].run(turbo, contexts, [job.take(turbo, contexts, 10_000)[0] for job in jobs])
     # Each has its predictions before the next one runs; rows of requests on the same context share a forward still.
     index, first = next(found)
     assert index in (0, 2) and len(calls) < 4
@@ -116,7 +116,7 @@ def test_what_does_not_fit_runs_in_smaller_batches(turbo, contexts, monkeypatch)
 @pytest.mark.parametrize(("tokens", "batches"), [(1, 3), (60, 2), (10_000, 1)])
 def test_embeddings_are_cut_between_sequences(turbo, contexts, tokens, batches):
     sequences = [*TARGETS, "ACD"]
-    jobs = [EmbedJob(sequences), EmbedJob(sequences[:1])]
+    jobs = [EmbedJob(sequences, 2), EmbedJob(sequences[:1], 2)]
     assert run(jobs, turbo, contexts, tokens) == batches
     for job, own in zip(jobs, (sequences, sequences[:1]), strict=True):
         for mean, embedding in zip(job.result(), turbo.embed(own, include=["mean"]), strict=True):
@@ -131,7 +131,9 @@ def test_embeddings_are_cut_between_sequences(turbo, contexts, tokens, batches):
     [{"max_new_tokens": 6, "num_return_sequences": 3, "top_k": 5}, {"positions": [2, 5, 9], "num_return_sequences": 3}],
 )
 def test_generation_is_cut_between_samples_and_steps(turbo, contexts, tokens, options):
-    job = GenerateJob(TARGETS[1], len(TARGETS[1]), GenerationOptions(**options), 7, stored="max_new_tokens" in options)
+    job = GenerateJob(
+        TARGETS[1], len(TARGETS[1]), 2, GenerationOptions(**options), 7, stored="max_new_tokens" in options
+    )
     pieces = run([job], turbo, contexts, tokens)
     expected = turbo.generate(TARGETS[1], seed=7, **options)
     assert (job.result().sequences, job.result().positions) == (expected.sequences, expected.positions)
@@ -146,7 +148,7 @@ def test_contexts_of_several_requests_are_stored_at_once(turbo, contexts):
     assert [contexts.sequence(job.result()) for job in jobs] == [*TARGETS, TARGETS[0]]
 
 
-@pytest.mark.parametrize("make", [score_jobs, lambda turbo: [EmbedJob(TARGETS)]])
+@pytest.mark.parametrize("make", [score_jobs, lambda turbo: [EmbedJob(TARGETS, 2)]])
 def test_what_is_not_finite_is_an_error(turbo, contexts, make, monkeypatch):
     monkeypatch.setattr(
         "esm_turbo.serve.jobs.predict_together",
