@@ -31,7 +31,7 @@ OPTIONS = {
     "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --backend",
     "score": f"{FILES} {STORED} {PARALLEL} --plot --arm --refresh --place --top --top-k --toks-per-batch --out"
     " --backend --background --sort-by --rescore --unknown-residues --pairs --matrix",
-    "variants": f"{FILES} {STORED} {PARALLEL} --plot --columns --method --arm --refresh --first-position"
+    "variants": f"{FILES} {STORED} {PARALLEL} --plot --method --arm --refresh --first-position"
     " --homologs --max-similarity --context-tokens --seed --freeze-query --mutant-column"
     " --protein-column --measured --top --toks-per-batch --out --backend",
     "serve": f"{STORED} --host --port --token-file --allowed-host --max-residues --max-candidates --max-contexts"

@@ -36,7 +36,7 @@ from esm_turbo.cli.scoring import check_options, conclude, running
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import VariantColumns, VariantMethod
+from esm_turbo.tasks.common.options import VariantMethod
 
 
 def variants(
@@ -54,7 +54,6 @@ def variants(
     top: int | None = None,
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
-    columns: VariantColumns | None = None,
     json: JsonFile = None,
     plot: PictureFile = None,
     homologs: HomologOptions = HomologOptions(),
@@ -88,7 +87,6 @@ def variants(
         top: Number of top-scoring variants to print per protein. By default, 10 for up to 3 proteins; of more, only a
             summary is printed.
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the variants.
-        columns: Columns of that file as another program reads them: proteingym or dms-viz.
     """
     check_options(arm, refresh, top, toks_per_batch)
     spread = Spread.of(parallel, model, backend=backend)
@@ -96,10 +94,6 @@ def variants(
     for name, column in (("measured", measured), ("protein-column", protein_column), ("mutant-column", mutant_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
-    if columns is not None and out is None:
-        raise ValueError(f"--columns {columns} are those of a file; give --out as well")
-    if columns is not None and parallel.shard is not None:
-        raise ValueError(f"--columns {columns} cannot be merged from shards; leave --shard out")
     records, bad_records = read_proteins(wild_types, letters)
     drawn = DrawnHomologs.of(homologs, records, letters.unknown)
     from esm_turbo.tasks.common.homologs import default_query_arm
@@ -117,10 +111,6 @@ def variants(
             indels=method == "pseudo_perplexity",
         )
         check_usable(variants, good, bad, "variant")
-        if columns is not None:
-            from esm_turbo.tasks.variants.formats import check_columns
-
-            check_columns(columns, (one.variant for one in good))
     check_plot(plot, len(records))
     turbo = spread.load()
     drawn.check_model(turbo)
@@ -151,7 +141,7 @@ def variants(
                 **where,
             )
         if sharding.out is not None and run.results:
-            save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
+            save(partial(run.write, run=used, settings=settings), sharding.out)
     return conclude(
         run,
         used,

@@ -44,8 +44,5 @@ METHOD_NAMES: dict[VariantMethod, str] = {
     "pseudo_perplexity": "pseudo-perplexity",
 }
 
-VariantColumns = Literal["proteingym", "dms-viz"]
-"""Columns of a table of variants, as other programs read them."""
-
 DEFAULT_TOP_K = 10
 """Number of top candidates used to compare rankings."""

@@ -7,26 +7,23 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
 from esm_turbo.files.journal import Journal
-from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.forwards import ARMS
-from esm_turbo.tasks.common.options import Arm, VariantColumns
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import Plan, Runner
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.record_results import RecordResult, RecordRun
 from esm_turbo.tasks.common.records import parse_rows
-from esm_turbo.tasks.common.run_info import RunInfo, run_metadata
 from esm_turbo.tasks.common.scoring_task import score_items
-from esm_turbo.tasks.variants.formats import SCORE, formatted
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.score import VariantScores, first_position_of
 from esm_turbo.tasks.variants.substitutions import (
@@ -156,25 +153,6 @@ class VariantsRun(RecordRun[ProteinVariants]):
     no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
     # Positions are text, as several substitutions have several: `24:26`.
     types = dict.fromkeys(ARMS, float)
-
-    def write(
-        self,
-        out: str | os.PathLike[str] | TextIO,
-        run: RunInfo | None = None,
-        settings: Mapping[str, Any] | None = None,
-        columns: VariantColumns | None = None,
-    ) -> None:
-        """See `RecordRun.write`.
-
-        Args:
-            columns: those of another program instead, see `formats`.
-        """
-        if columns is None:
-            super().write(out, run, settings)
-            return
-        others, theirs = formatted(self.results, columns)
-        numbers = [name for name in others if name.startswith(SCORE)]
-        write_table(out, others, theirs, dict.fromkeys(numbers, float), run_metadata(run, settings))
 
 
 def read_variants(

@@ -261,14 +261,6 @@ RESIDUE_COLUMNS = ("position", "wild_type_residue", "mutant_residue")
 """Columns of `parts_of` in tables."""
 
 
-def short_form(variant: str) -> str:
-    """A valid variant by letters of residues, such as `H24C` or `K2_G4del`."""
-    parts = (_parts(match) for _, match in _matched(variant))
-    return ":".join(
-        "_".join(map("".join, zip(residues, positions, strict=True))) + change for positions, residues, change in parts
-    )
-
-
 def _parts(match: re.Match[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Positions and residues of the wild type, and what becomes of them."""
     new = match[6] or (match[5] if len(match[5]) == 1 else "")

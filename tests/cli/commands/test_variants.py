@@ -143,19 +143,3 @@ def test_unknown_letters_of_a_wild_type_are_replaced_on_request(esm, tmp_path, t
     result = esm("variants", path, "--unknown", "X", "--measured", "fitness")
     assert result.code == 2
     assert "--measured fitness names a column; give the table of variants that has it" in result.error
-
-
-def test_columns_of_other_programs(esm_shared, wild_type, write, tmp_path):
-    table = write("variants.csv", "mutant,DMS_score\nM1A,0.5\nK2R:T3S,1\n")
-    out = tmp_path / "scores.csv"
-    code, _, err = esm_shared("variants", wild_type, table, "--out", out, "--columns", "proteingym")
-    assert (code, err) == (0, "")
-    rows = list(csv.DictReader(out.open()))
-    assert [(row["mutant"], row["mutated_sequence"]) for row in rows] == [("M1A", "AKTAYIAK"), ("K2R:T3S", "MRSAYIAK")]
-    assert [row["DMS_score"] for row in rows] == ["0.5", "1.0"] and list(rows[0])[2] == "score"
-    refused = esm_shared("variants", wild_type, table, "--columns", "dms-viz")
-    assert refused.code == 2 and refused.error == "--columns dms-viz are those of a file; give --out as well"
-    multiple = write("multiple.csv", "mutant\nK2R:T3S\n")
-    refused = esm_shared("variants", wild_type, multiple, "--out", tmp_path / "x.csv", "--columns", "dms-viz")
-    assert refused.code == 2 and "dms-viz shows single substitutions" in refused.error
-    assert not (tmp_path / "x.csv").exists()

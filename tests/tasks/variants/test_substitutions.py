@@ -17,7 +17,6 @@ from esm_turbo.tasks.variants.substitutions import (
     parse_variant,
     parse_variants,
     parts_of,
-    short_form,
 )
 
 WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
@@ -59,8 +58,8 @@ def test_parts_of_variants(variant: str, parts: tuple[int | str, str, str]) -> N
     ],
 )
 def test_notations_of_substitutions_insertions_and_deletions(variant: str, residues: str, short: str) -> None:
-    assert mutated(variant, "MKTAYIAK") == residues
-    assert short_form(variant) == short_form(short) == short
+    assert mutated(variant, "MKTAYIAK") == mutated(short, "MKTAYIAK") == residues
+    assert parts_of(variant) == parts_of(short)
     assert has_indel(variant) == any(one in short for one in ("del", "dup", "ins"))
     if not has_indel(variant):
         assert parse_variant(variant, "MKTAYIAK") == parse_variant(short, "MKTAYIAK")
