@@ -53,7 +53,9 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## install, then the whole job on shipped proteins and the embedded model
-	$(VENV)/bin/esm-turbo demo
+	$(VENV)/bin/esm-turbo calibrate shipped --max-residues 9000 --out $(VENV)/demo.safetensors
+	$(VENV)/bin/esm-turbo evaluate shipped --max-proteins 6 --calibration $(VENV)/demo.safetensors \
+		--preset exact turbo3 paper --extend-ks 8 --refresh-ws 0 8
 
 test: $(VENV)/.installed-dev  ## install, then the whole test suite
 	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)

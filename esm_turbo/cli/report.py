@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
 from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.files.tabular import counted
@@ -14,90 +13,9 @@ from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
     from esm_turbo.config import Geometry
-    from esm_turbo.evaluate import Evaluation
-    from esm_turbo.evaluate.metrics import Accuracy
     from esm_turbo.proteins.fasta import BadRecord
 
 _COUNTED = ("sequences", "residues")
-
-
-def demo_report(result: Mapping[str, Any], evaluation: Evaluation) -> list[object]:
-    """Steps and figures of the demo, from `run_demo`."""
-    calibration, example, seconds = result["calibration"], result["example"], result["seconds"]
-    compared = evaluation.provenance
-    took = {step: f"{time:.1f} s" for step, time in seconds.items()}
-    steps = text_table(
-        f"{compared.model} on {compared.device}, {compared.dtype}",
-        ["step", "details", "time"],
-        [
-            ["load", "the embedded model", took["load"]],
-            [
-                "calibrate",
-                f"{calibration['proteins']} shipped proteins, {calibration['residues']:,} residues",
-                took["calibrate"],
-            ],
-            [
-                "prefill",
-                f"{example['protein']} without its last residues: {example['context']} residues in"
-                f" {bytes_text(example['nbytes'])} ({example['preset']})",
-                "",
-            ],
-            [
-                "extend",
-                f"by its last {example['new']} residues: cosine {example['cosine']:.4f} with the exact run,"
-                f" {example['top1']} of {example['new']} most likely residues agree",
-                took["prefill and extend"],
-            ],
-            [
-                "compare",
-                f"{compared.proteins} proteins outside the calibration, {compared.residues:,} residues",
-                took["compare"],
-            ],
-        ],
-        left=(0, 1),
-    )
-    [plain, refreshed] = evaluation.frozen.extend
-    rows = []
-    for preset in evaluation.presets:
-        loo = preset.leave_one_out.against_full.residues
-        ends = [_cosine(e.against_full.residues if e.against_full else None) for e in preset.extend]
-        memory = preset.memory
-        rows.append(
-            [
-                preset.name,
-                f"{memory.bits_per_element:.2f}",
-                f"{memory.ratio_to_fp32:.1f}x",
-                f"{memory.ratio_to_fp16:.1f}x",
-                _cosine(loo),
-                f"{loo.kl_mean:.4f}",
-                *ends,
-            ]
-        )
-    k = plain.new_residues
-    figures = text_table(
-        "Figures of the embedded small model, not of Meta's ESM-2: cached against exact runs",
-        [
-            "preset",
-            "bits per element",
-            "vs fp32",
-            "vs fp16",
-            "leave-one-out: cosine (1 %)",
-            "KL, nats",
-            *(f"last {k} residues, {e.refreshed} refreshed: cosine (1 %)" for e in (plain, refreshed)),
-        ],
-        rows,
-    )
-    # A caption would keep to one line; this is too long for it.
-    note = Text(
-        "Cosine of final hidden states with those of the whole sequence recomputed, mean (1 % quantile)."
-        " exact is frozen, not compressed: its loss comes from not updating the context.",
-        style="italic",
-    )
-    return [steps, figures, note, f"{sum(seconds.values()):.0f} s in total"]
-
-
-def _cosine(accuracy: Accuracy | None) -> str:
-    return "-" if accuracy is None else f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
 
 
 def failures(bad: Sequence[BadRecord]) -> list[dict[str, str]]:

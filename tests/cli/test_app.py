@@ -18,7 +18,7 @@ def test_help_and_version(esm):
     result = esm("--help")
     assert result.code == 0
     assert not result.err
-    commands = ("demo", "calibrate", "embed", "evaluate", "generate", "info", "score", "store", "variants", "warmup")
+    commands = ("calibrate", "embed", "evaluate", "generate", "info", "score", "store", "variants", "warmup")
     assert all(command in result.out for command in commands)
     assert esm("--version").out.strip() == esm_turbo.__version__
     for option in ("--repr-layers", "--include", "--truncation-seq-length", "--format"):
@@ -28,8 +28,8 @@ def test_help_and_version(esm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["frobnicate"], "there is no command 'frobnicate'; commands are demo, calibrate, "),
-        (["design", "a.fasta"], "'design'; did you mean binders or generate? Commands are demo, "),
+        (["frobnicate"], "there is no command 'frobnicate'; commands are calibrate, "),
+        (["design", "a.fasta"], "'design'; did you mean binders or generate? Commands are calibrate, "),
         (["Rank"], "'Rank'; did you mean score?"),
         (["screen", "a", "b"], "did you mean score?"),
         (["mutate"], "did you mean variants?"),

@@ -137,7 +137,7 @@ def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypat
         ["variants", "IN", "--json", "WEIGHTS"],
         ["info", "STORE", "--json", "STORE/info.json"],
         ["info", "--json", "CALIBRATION"],
-        ["demo", "--json", "MODEL/tokenizer_config.json"],
+        ["evaluate", "IN", "--json", "MODEL/tokenizer_config.json"],
     ],
     ids=" ".join,
 )

@@ -19,7 +19,6 @@ SAMPLING = (
     "--num-return-sequences --top-k --top-p --temperature --per-step --sweeps --allowed --banned --seed --refresh"
 )
 OPTIONS = {
-    "demo": "--device --json",
     "calibrate": f"{FILES} {MODEL} {PARALLEL} --plot --out --max-residues --toks-per-batch",
     "embed": f"{FILES} {STORED} {PARALLEL} --plot --repr-layers --include --toks-per-batch --truncation-seq-length"
     " --window --overlap --memory --format --names --groups --group-column --nogpu",

@@ -5,7 +5,6 @@ from cyclopts import App
 from esm_turbo import __version__
 from esm_turbo.cli.commands.binders import binders
 from esm_turbo.cli.commands.calibrate import calibrate
-from esm_turbo.cli.commands.demo import demo
 from esm_turbo.cli.commands.embed import embed
 from esm_turbo.cli.commands.evaluate import evaluate
 from esm_turbo.cli.commands.generate import generate
@@ -28,7 +27,6 @@ app = App(
     " job failed; 2 wrong arguments or unusable input.",
 )
 for command in (
-    demo,
     calibrate,
     embed,
     generate,

@@ -1,4 +1,4 @@
-"""Calibrating a model on protein records, as `esm-turbo calibrate`, the demo and `calibration="auto"` do.
+"""Calibrating a model on protein records, as `esm-turbo calibrate` and `calibration="auto"` do.
 
 The proteins are divided into pieces of a few batches, whose statistics are merged in the order of the pieces, whoever
 computes them: the result has the same bits for any number of processes with the same number of threads.
