@@ -43,6 +43,7 @@ from esm_turbo.model.packed_encoder import packed_encoder
 from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
+from esm_turbo.ops.float8 import Float8Linear
 
 _INV_FREQ = "rotary_embeddings.inv_freq"
 _MOST_POSITIONS = 2**20
@@ -203,6 +204,7 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
             EsmSelfOutput,
             EsmIntermediate,
             EsmOutput,
+            Float8Linear,
             nn.Linear,
             nn.LayerNorm,
             nn.ModuleList,
@@ -251,6 +253,19 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
     def parts(self) -> tuple[nn.Module, ...]:
         """See `FamilyEncoder.parts`."""
         return self.embeddings, self.encoder, self.rotary_embeddings
+
+    @property
+    def products(self) -> list[dict[str, tuple[nn.Module, ...]]]:
+        """See `FamilyEncoder.products`."""
+        return [
+            {
+                "qkv": (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value),
+                "attention_out": (layer.attention.output.dense,),
+                "mlp_in": (layer.intermediate.dense,),
+                "mlp_out": (layer.output.dense,),
+            }
+            for layer in self.encoder.layer
+        ]
 
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """Embeddings as in Hugging Face, with token dropout scaled by the counts of the whole input."""

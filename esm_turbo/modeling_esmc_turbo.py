@@ -33,6 +33,7 @@ from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
 from esm_turbo.model.spread import to_weight_device
+from esm_turbo.ops.float8 import Float8Linear, Quantized
 
 try:
     from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
@@ -105,10 +106,35 @@ class TurboEsmcRotaryEmbedding(Float32Frequencies, EsmcRotaryEmbedding):
     """Rotary embedding whose frequencies stay in float32 whatever the model is cast to."""
 
 
-def _normed(ops: ModuleType, x: Tensor, norm: EsmcLayerNorm) -> Tensor:
+def _add_norm(
+    ops: ModuleType, x: Tensor, added: tuple[Tensor, float] | None, norm: EsmcLayerNorm, *, quantizes: bool = False
+) -> tuple[Tensor, Any]:
+    """The residual sum of x and what is added to it, if anything, with its factor; and the norm of the sum."""
     bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
-    normed: Tensor = ops.add_layer_norm(x, None, norm.weight, bias, norm.eps)[1]
-    return normed
+    delta, factor = (None, 1.0) if added is None else added
+    result: tuple[Tensor, Any] = ops.add_layer_norm(
+        x, delta, norm.weight, bias, norm.eps, factor=factor, quantizes=quantizes
+    )
+    return result
+
+
+def _product(ops: ModuleType, x: Tensor | Quantized, owner: nn.Module, linears: Sequence[nn.Module]) -> Tensor:
+    """The product of x with weights of one module, stacked."""
+    weight = stacked_weight(owner, linears)
+    if isinstance(x, Tensor):
+        return functional.linear(x, weight)
+    product: Tensor = ops.linear(x, weight, None, stacked_weight(owner, linears, "scales"))
+    return product
+
+
+def _add_product(
+    ops: ModuleType, hidden: Tensor, x: Tensor | Quantized, linear: nn.Module, factor: float
+) -> tuple[Tensor, tuple[Tensor, float] | None]:
+    """The residual sum of hidden states and a product with a factor; or, of an eight-bit product, what is to be added."""
+    if isinstance(linear, Float8Linear):
+        return hidden, (ops.linear_parts(x, linear.weight, None, linear.scales), factor)
+    assert isinstance(x, Tensor)
+    return torch.addmm(hidden, x, linear.weight.t(), alpha=factor), None
 
 
 class _EsmcCheckpoints(CheckpointMixin):
@@ -162,6 +188,7 @@ class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
             TurboEsmcAttention,
             EsmcMLP,
             EsmcLayerNorm,
+            Float8Linear,
             nn.Linear,
             nn.ModuleList,
             SiLUActivation,
@@ -195,6 +222,19 @@ class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
         """See `FamilyEncoder.parts`."""
         return self.embed_tokens, self.layers, self.norm, self.rotary_emb
 
+    @property
+    def products(self) -> list[dict[str, tuple[nn.Module, ...]]]:
+        """See `FamilyEncoder.products`."""
+        return [
+            {
+                "qkv": (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                "attention_out": (layer.self_attn.o_proj,),
+                "mlp_in": (layer.mlp.gate_proj, layer.mlp.up_proj),
+                "mlp_out": (layer.mlp.down_proj,),
+            }
+            for layer in self.layers
+        ]
+
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """See `FamilyEncoder.embed`."""
         embeddings: Tensor = self.embed_tokens(input_ids)
@@ -212,26 +252,33 @@ class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
         return not (self.config.attention_bias or self.config.mlp_bias) and self.config.hidden_act == "silu"
 
     def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `FamilyEncoder.run_packed`. Residuals are scaled and added by the matrix products that make them."""
-        hidden, states = tokens.embeddings, {}
+        """See `FamilyEncoder.run_packed`.
+
+        Residuals are scaled and added by the matrix products that make them, or by the norm that follows these.
+        """
+        hidden, added = tokens.embeddings, None
+        states: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            if index in tokens.layers:
-                states[index] = hidden
             attention, mlp, scale = layer.self_attn, layer.mlp, 1 / layer.scaling_factor
             # Layers may lie on several devices.
             (hidden,) = to_weight_device(layer.input_layernorm.weight, hidden)
-            normed = _normed(ops, hidden, layer.input_layernorm)
-            weight = stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj))
-            qkv = functional.linear(normed, weight).view(len(hidden), 3, -1, attention.head_dim)
+            quantizes = isinstance(attention.q_proj, Float8Linear)
+            hidden, normed = _add_norm(ops, hidden, added, layer.input_layernorm, quantizes=quantizes)
+            if index in tokens.layers:
+                states[index] = hidden
+            qkv = _product(ops, normed, attention, (attention.q_proj, attention.k_proj, attention.v_proj))
+            qkv = qkv.view(len(hidden), 3, -1, attention.head_dim)
             norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
             ops.norm_rotate_(qkv, *norms, *tokens.rotary.at(index, qkv.device), attention.scaling)
-            attended = tokens.attend(index, qkv)
-            hidden = torch.addmm(hidden, attended, attention.o_proj.weight.t(), alpha=scale)
-            normed = _normed(ops, hidden, layer.post_attention_layernorm)
-            gate_up = functional.linear(normed, stacked_weight(mlp, (mlp.gate_proj, mlp.up_proj)))
-            hidden = torch.addmm(hidden, ops.swiglu(gate_up), mlp.down_proj.weight.t(), alpha=scale)
+            hidden, added = _add_product(ops, hidden, tokens.attend(index, qkv), attention.o_proj, scale)
+            quantizes = isinstance(mlp.gate_proj, Float8Linear)
+            hidden, normed = _add_norm(ops, hidden, added, layer.post_attention_layernorm, quantizes=quantizes)
+            gate_up = _product(ops, normed, mlp, (mlp.gate_proj, mlp.up_proj))
+            quantizes = isinstance(mlp.down_proj, Float8Linear)
+            activated = ops.quantize(gate_up, "swiglu") if quantizes else ops.swiglu(gate_up)
+            hidden, added = _add_product(ops, hidden, activated, mlp.down_proj, scale)
         (hidden,) = to_weight_device(self.norm.weight, hidden)
-        return _normed(ops, hidden, self.norm), states
+        return _add_norm(ops, hidden, added, self.norm)[1], states
 
     def forward(  # type: ignore[override]
         self,

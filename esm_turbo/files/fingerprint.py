@@ -56,10 +56,22 @@ def model_fingerprint(model: Any) -> Fingerprint:
     """
     refuse_offloaded(model.named_parameters())
     tensors = list(_tensors(model))
-    rows = [_describe(_as_matrix(tensor).bfloat16(), _NUM_BLOCKS) for tensor in tensors]
+    # Eight-bit products know what their weights were.
+    known = {
+        module.weight.data_ptr(): module.described
+        for module in model.modules()
+        if getattr(module, "described", None) is not None
+    }
+    rows = [known.get(tensor.data_ptr()) for tensor in tensors]
+    rows = [describe_weight(tensor) if row is None else row for tensor, row in zip(tensors, rows, strict=True)]
     header = torch.from_numpy(_header(model, tensors))
     fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
     return fingerprint
+
+
+def describe_weight(tensor: Tensor) -> Tensor:
+    """The row of a tensor in a fingerprint, float32 [1 + blocks * projections]."""
+    return _describe(_as_matrix(tensor).bfloat16(), _NUM_BLOCKS)
 
 
 def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:

@@ -64,6 +64,8 @@ _INERT_VALUES = {
     "_packed_layers",
     "_tree",
     "all_tied_weights_keys",
+    # What the weight of an eight-bit product was before it was rounded.
+    "described",
     "gradient_checkpointing",
     "hf_device_map",
     "is_spread",

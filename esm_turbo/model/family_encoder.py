@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -96,6 +96,14 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         Returns:
             [batch, n, hidden_size].
         """
+
+    @property
+    def products(self) -> Sequence[Mapping[str, Sequence[nn.Module]]]:
+        """The products of each layer that may be eight-bit products, by name, see `precision.PRODUCTS`.
+
+        Linear layers of one input are one product. Empty where a family has none.
+        """
+        return ()
 
     def embed_sequences(self, embeddings: Tensor, chains: Tensor | None) -> Tensor:
         """Embeddings of tokens [batch, n, hidden_size], with what a family adds for the sequences they are in.

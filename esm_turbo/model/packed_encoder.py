@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esm_turbo.model.plain import tree_of
 from esm_turbo.model.plan import PackedTokens
-from esm_turbo.model.projections import fuse_linears
+from esm_turbo.model.projections import LinearParameters, fuse_linears
 from esm_turbo.model.spread import to_weight_device
 
 
@@ -30,23 +30,23 @@ def packed_encoder(encoder: Any, tokens: PackedTokens, ops: ModuleType) -> tuple
     first_norm = layers_of[0].norms[0]
     # Layers may lie on several devices.
     (hidden_states,) = to_weight_device(first_norm[0], tokens.embeddings)
-    residual, normed = ops.add_layer_norm(hidden_states, None, *first_norm)
+    residual, normed = ops.add_layer_norm(hidden_states, None, *first_norm, quantizes=layers_of[0].qkv.quantizes)
     states: dict[int, Tensor] = {}
-    for index, layer in enumerate(layers_of):
+    for index, (layer, following) in enumerate(zip(layers_of, [*layers_of[1:], None], strict=True)):
         if index in tokens.layers:
             states[index] = residual
         qkv = ops.linear(normed, *layer.qkv).view(-1, 3, layer.heads, layer.head_dim)
         ops.rotate_(qkv, *tokens.rotary.at(index, qkv.device), layer.head_dim**-0.5)
         delta = ops.linear_parts(tokens.attend(index, qkv), *layer.dense)
-        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[1])
-        inside = ops.linear(normed, *layer.inner, activates=True)
+        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[1], quantizes=layer.inner.quantizes)
+        inside = ops.linear(normed, *layer.inner, activates=True, quantizes=layer.outer.quantizes)
         delta = ops.linear_parts(inside, *layer.outer)
         residual, delta = to_weight_device(layer.norms[2][0], residual, delta)
-        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[2])
+        quantizes = following is not None and following.qkv.quantizes
+        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[2], quantizes=quantizes)
     return normed, states
 
 
-_Linear = tuple[Tensor, Tensor]
 _Norm = tuple[Tensor, Tensor, float]
 
 
@@ -65,10 +65,10 @@ class _Layer(NamedTuple):
 
     heads: int
     head_dim: int
-    qkv: _Linear
-    dense: _Linear
-    inner: _Linear
-    outer: _Linear
+    qkv: LinearParameters
+    dense: LinearParameters
+    inner: LinearParameters
+    outer: LinearParameters
     norms: tuple[_Norm, _Norm, _Norm]
 
 
@@ -99,9 +99,8 @@ def _layers(encoder: Any) -> _Layers:
             attention = layer.attention.self
             fused = fuse_linears((attention.query, attention.key, attention.value))
             assert fused is not None
-            dense, inner, outer = (
-                (linear.weight, linear.bias)
-                for linear in (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense)
+            dense, inner, outer = map(
+                LinearParameters.of, (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense)
             )
             sizes = attention.num_attention_heads, attention.attention_head_size
             norms_of = (before, _norm(layer.LayerNorm), after)

@@ -3,48 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from esm_turbo.ops.float8 import Float8Linear
+
 # Not in the modules, whose copies would each copy the weight.
-_STACKED: WeakKeyDictionary[nn.Module, tuple[list[int], Tensor]] = WeakKeyDictionary()
+_STACKED: WeakKeyDictionary[nn.Module, dict[str, tuple[list[int], Tensor]]] = WeakKeyDictionary()
 
 
-def fuse_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
-    """Weight and bias of linear layers, stacked along the outputs; None if one of them is not plain.
+class LinearParameters(NamedTuple):
+    """Parameters of a linear layer, as `triton_encoder.linear` takes them.
+
+    Attributes:
+        weight: [outputs, inputs].
+        bias: [outputs], or None.
+        scales: of an eight-bit product, float32 [outputs, 1]; None for any other.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Module) -> LinearParameters:
+        """The parameters of a `Linear` or `Float8Linear`."""
+        return cls(linear.weight, linear.bias, getattr(linear, "scales", None))  # type: ignore[arg-type]
+
+    @property
+    def quantizes(self) -> bool:
+        """True if the product takes eight-bit numbers."""
+        return self.scales is not None
+
+
+def fuse_linears(linears: Sequence[nn.Module]) -> LinearParameters | None:
+    """Parameters of linear layers, stacked along the outputs; None if one of them is not plain.
 
     The layers' own parameters become views of the result.
     """
-    if not all(_is_plain(linear) and linear.bias is not None for linear in linears):
+    if not all(is_plain_linear(linear) and linear.bias is not None for linear in linears):
         return None
-    weight, bias = (_stack_in_place([getattr(linear, name) for linear in linears]) for name in ("weight", "bias"))
-    return weight, bias
+    names = ("weight", "bias", "scales") if isinstance(linears[0], Float8Linear) else ("weight", "bias")
+    return LinearParameters(*(_stack_in_place([getattr(linear, name) for linear in linears]) for name in names))
 
 
-def stacked_weight(owner: nn.Module, linears: Sequence[nn.Linear]) -> Tensor:
+def stacked_weight(
+    owner: nn.Module, linears: Sequence[nn.Module], name: Literal["weight", "scales"] = "weight"
+) -> Tensor:
     """Weights of linear layers of one module, stacked along the outputs, remembered while their addresses stay.
 
-    The layers' own weights become views of the result.
+    The layers' own weights become views of the result. Those of eight-bit products have scales, too.
     """
-    addresses = [linear.weight.data_ptr() for linear in linears]
-    remembered = _STACKED.get(owner)
-    if remembered is None or remembered[0] != addresses:
-        weight = _stack_in_place([linear.get_parameter("weight") for linear in linears])
-        addresses = [linear.weight.data_ptr() for linear in linears]
+    addresses = [getattr(linear, name).data_ptr() for linear in linears]
+    stacked = _STACKED.setdefault(owner, {})
+    if name not in stacked or stacked[name][0] != addresses:
+        weight = _stack_in_place([getattr(linear, name) for linear in linears])
+        addresses = [getattr(linear, name).data_ptr() for linear in linears]
         # Held here, the storage stays alive, so that equal addresses mean the same weights.
-        remembered = _STACKED[owner] = (addresses, weight)
-    return remembered[1]
+        stacked[name] = (addresses, weight)
+    return stacked[name][1]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> bool:
     """Tell whether a module only multiplies: adapters replace it or its forward, or register hooks."""
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) is nn.Linear and not hooked
+    return type(module) in (nn.Linear, Float8Linear) and not hooked
 
 
-def _stack_in_place(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _stack_in_place(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters stacked along the first dimension, sharing storage with the result; moved only if they do not yet."""
     first, sizes = parameters[0], [parameter.shape[0] for parameter in parameters]
     starts = [first.data_ptr() + first[0].nbytes * sum(sizes[:i]) for i in range(len(parameters))]

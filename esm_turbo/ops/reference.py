@@ -6,12 +6,18 @@ backend `reference`, with which tests compare the fast paths. Nothing here is me
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 
-__all__ = ["encode", "extend_attention", "gelu", "rotate"]
+if TYPE_CHECKING:
+    from esm_turbo.ops.float8 import Quantized
+
+__all__ = ["encode", "extend_attention", "float8_linear", "gelu", "rotate"]
 
 
 def encode(
@@ -111,3 +117,9 @@ def gelu(x: Tensor) -> Tensor:
     """Reference of `torch_ops.gelu`: x times the normal distribution's probability below it."""
     probability: Tensor = torch.special.ndtr(x.double())
     return (x.double() * probability).to(x.dtype)
+
+
+def float8_linear(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Reference of `float8.float8_linear`: the product of the decoded numbers in float32."""
+    decoded = functional.linear(x.codes.float() * x.scales, weight.float() * scales)
+    return (decoded if bias is None else decoded + bias.float()).bfloat16()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from esm_turbo.ops.float8 import DTYPE as CODES
+from esm_turbo.ops.float8 import Quantized, float8_linear
 from esm_turbo.ops.triton_launch import Options, PreparedLaunch, overlaps, placeholder
 from esm_turbo.ops.triton_layout import next_power_of_two
 
@@ -24,12 +26,15 @@ __all__ = [
     "linear",
     "linear_parts",
     "norm_rotate_",
+    "quantize",
     "rotate_",
     "swiglu",
 ]
 
 # Elements per program of the activations.
 _BLOCK = 2048
+# Rows of more numbers are quantised by more warps, so that they fit their registers.
+_LONG_ROW = 8192
 # Linear layers of at most so many tokens are computed by the kernel that is made for few.
 FEW_TOKENS = 16
 # Outputs per program of that kernel.
@@ -44,8 +49,17 @@ _MOST_PARTS = 4
 _by_shape = functools.lru_cache(maxsize=256)
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual sum x + delta and its layer norm; one launch.
+def add_layer_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    factor: float = 1.0,
+    quantizes: bool = False,
+) -> tuple[Tensor, Any]:
+    """The residual sum x + factor * delta and its layer norm; one launch.
 
     Args:
         x: [T, hidden_size].
@@ -53,11 +67,14 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
         weight: [hidden_size].
         bias: [hidden_size].
         eps: added to the variance.
+        factor: of the delta.
+        quantizes: whether the norm is for an eight-bit product.
 
     Returns:
-        The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x.
+        The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x; or its
+        layer norm as `float8.quantize` rounds it.
     """
-    return _add_norm(x, delta, weight, bias, eps)
+    return _add_norm(x, delta, weight, bias, eps, factor, quantizes)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,12 +83,19 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def _add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    normed = torch.empty_like(x)
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    factor: float = 1.0,
+    quantizes: bool = False,
+) -> tuple[Tensor, Any]:
+    normed = torch.empty_like(x, dtype=CODES) if quantizes else torch.empty_like(x)
+    scales = x.new_empty(len(x), 1, dtype=torch.float32) if quantizes else None
     total = x if delta is None else torch.empty_like(x)
     num_parts = 0 if delta is None or delta.dim() == 2 else len(delta)
-    _add_layer_norm(x.shape, x.device, eps, delta is not None, num_parts, bias is not None)(
+    _add_layer_norm(x.shape, x.device, eps, factor, delta is not None, num_parts, bias is not None, quantizes)(
         x_ptr=x,
         delta_ptr=x if delta is None or num_parts else delta,
         parts_ptr=delta if num_parts else placeholder(torch.float32, x.device),
@@ -79,25 +103,36 @@ def _add_norm(
         bias_ptr=weight if bias is None else bias,
         sum_ptr=total,
         normed_ptr=normed,
+        scales_ptr=scales,
     )
-    return total, normed
+    return total, normed if scales is None else Quantized(normed, scales)
 
 
 @_by_shape
 def _add_layer_norm(
-    shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int, centres: bool
+    shape: torch.Size,
+    device: torch.device,
+    eps: float,
+    factor: float,
+    adds: bool,
+    num_parts: int,
+    centres: bool,
+    quantizes: bool,
 ) -> PreparedLaunch:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, size = shape
     block = next_power_of_two(size)
     overlap = overlaps(device)
+    absent = {} if quantizes else {"scales_ptr": None}
     return PreparedLaunch(
         kernels.add_layer_norm,
         (tokens, 1, 1),
         device,
         Options(num_warps=min(8, max(1, block // 256)), launch_pdl=overlap),
+        **absent,
         eps=eps,
+        factor=factor,
         adds=int(adds),
         num_parts=num_parts,
         centres=int(centres),
@@ -108,36 +143,60 @@ def _add_layer_norm(
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
+def linear(
+    x: Tensor | Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None = None,
+    *,
+    activates: bool = False,
+    quantizes: bool = False,
+) -> Any:
     """The linear layer x W^T + b, or its GELU; one launch for few tokens.
 
     Args:
-        x: [T, inputs].
+        x: [T, inputs]; of an eight-bit product, rounded or not.
         weight: [outputs, inputs].
-        bias: [outputs].
+        bias: [outputs], or None in an eight-bit product.
+        scales: of an eight-bit product, see `float8.float8_linear`; None for any other.
         activates: whether the activation follows, see `gelu_`.
+        quantizes: whether the activation is for an eight-bit product.
 
     Returns:
-        [T, outputs], in the dtype of x.
+        [T, outputs], in the dtype of x; or as `float8.quantize` rounds it.
     """
-    tiling = _tiling_for(x, weight, bias, weight.shape[1])
-    if tiling is None:
+    if scales is None:
+        assert isinstance(x, Tensor) and bias is not None
+        tiling = None if quantizes else _tiling_for(x, weight, bias, weight.shape[1])
+        if tiling is not None:
+            outputs = x.new_empty(len(x), len(weight))
+            _linear(tiling, len(x), weight.shape, x.device, False, activates)(
+                x_ptr=x,
+                weight_ptr=weight,
+                bias_ptr=bias,
+                out_ptr=outputs,
+                parts_ptr=placeholder(torch.float32, x.device),
+            )
+            return outputs
         outputs = functional.linear(x, weight, bias)
-        if activates:
-            gelu_(outputs)
-        return outputs
-    outputs = x.new_empty(len(x), len(weight))
-    _linear(tiling, len(x), weight.shape, x.device, False, activates)(
-        x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=outputs, parts_ptr=placeholder(torch.float32, x.device)
-    )
+    else:
+        outputs = float8_linear(quantize(x) if isinstance(x, Tensor) else x, weight, scales, bias)
+    if quantizes:
+        return quantize(outputs, "gelu" if activates else None)
+    if activates:
+        gelu_(outputs)
     return outputs
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """The linear layer as a delta of `add_layer_norm`: [T, outputs], or parts of its sum, float32 [P, T, outputs].
 
-    One launch for few tokens.
+    One launch for few tokens. See `linear`.
     """
+    if scales is not None:
+        delta: Tensor = linear(x, weight, bias, scales)
+        return delta
+    assert isinstance(x, Tensor) and bias is not None
     tiling = _tiling_for(x, weight, bias, len(weight))
     if tiling is None:
         return functional.linear(x, weight, bias)
@@ -312,6 +371,42 @@ def _gelu_(shape: torch.Size, device: torch.device) -> PreparedLaunch:
 
     grid = (-(-shape.numel() // _BLOCK), 1, 1)
     return PreparedLaunch(kernels.gelu_, grid, device, Options(num_warps=4), count=shape.numel(), BLOCK=_BLOCK)
+
+
+def quantize(x: Tensor, activation: Literal["gelu", "swiglu"] | None = None) -> Quantized:
+    """As `float8.quantize`, of x [T, size] or its activation; one launch.
+
+    Args:
+        x: [T, size], contiguous; [T, 2 * size] for `swiglu`.
+        activation: that comes before, see `gelu_` and `swiglu`.
+    """
+    tokens, size = x.shape[0], x.shape[1] // (2 if activation == "swiglu" else 1)
+    codes = x.new_empty(tokens, size, dtype=CODES)
+    scales = x.new_empty(tokens, 1, dtype=torch.float32)
+    _quantize(codes.shape, x.device, activation)(x_ptr=x, codes_ptr=codes, scales_ptr=scales)
+    return Quantized(codes, scales)
+
+
+@_by_shape
+def _quantize(shape: torch.Size, device: torch.device, activation: str | None) -> PreparedLaunch:
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    tokens, size = shape
+    warps = 4 if size <= _LONG_ROW else 8
+    # Threads load 16 bytes each.
+    block = min(256 * warps, next_power_of_two(size))
+    overlap = overlaps(device)
+    return PreparedLaunch(
+        kernels.quantize,
+        (tokens, 1, 1),
+        device,
+        Options(warps, launch_pdl=overlap),
+        SIZE=size,
+        BLOCK=block,
+        BLOCKS=-(-size // block),
+        ACTIVATION=activation or "",
+        OVERLAP=overlap,
+    )
 
 
 class SeenKeys(NamedTuple):

@@ -352,6 +352,7 @@ _TYPES = {
     torch.int16: "i16",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _plans: dict[int, _Plan] = {}
 

@@ -6,11 +6,14 @@ Tokens of all rows are packed along one dimension, T in all, without padding.
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from esm_turbo.ops import float8, reference
+from esm_turbo.ops.float8 import Quantized
 from esm_turbo.ops.triton_encoder import SeenKeys
 
 __all__ = [
@@ -21,16 +24,28 @@ __all__ = [
     "linear",
     "linear_parts",
     "norm_rotate_",
+    "quantize",
     "rotate_",
     "swiglu",
 ]
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_layer_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    factor: float = 1.0,
+    quantizes: bool = False,
+) -> tuple[Tensor, Any]:
     """See `triton_encoder.add_layer_norm`."""
     if delta is not None:
-        x = x + delta if delta.dim() == 2 else (x.float() + delta.sum(0)).to(x.dtype)
-    return x, functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+        delta = delta.float() if delta.dim() == 2 else delta.sum(0)
+        x = (x.float() + factor * delta).to(x.dtype)
+    normed = functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+    return x, quantize(normed) if quantizes else normed
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -39,17 +54,36 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     return x, functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
+def linear(
+    x: Tensor | Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None = None,
+    *,
+    activates: bool = False,
+    quantizes: bool = False,
+) -> Any:
     """See `triton_encoder.linear`."""
-    outputs = functional.linear(x, weight, bias)
+    if scales is None:
+        outputs = functional.linear(x, weight, bias)
+    else:
+        outputs = reference.float8_linear(quantize(x) if isinstance(x, Tensor) else x, weight, scales, bias)
     if activates:
         gelu_(outputs)
-    return outputs
+    return quantize(outputs) if quantizes else outputs
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """See `triton_encoder.linear_parts`."""
-    return functional.linear(x, weight, bias)
+    return linear(x, weight, bias, scales)
+
+
+def quantize(x: Tensor, activation: Literal["gelu", "swiglu"] | None = None) -> Quantized:
+    """See `triton_encoder.quantize`."""
+    if activation == "gelu":
+        x = x.clone()
+        gelu_(x)
+    return float8.quantize(swiglu(x) if activation == "swiglu" else x)
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float, clip: float = math.inf) -> None:

@@ -1,6 +1,7 @@
 """Triton kernels of the packed encoders: residual sums with layer norm, rotation in place, and the activations.
 
-Arithmetic is float32; each result is rounded to the model's dtype once, when it is stored.
+Arithmetic is float32; each result is rounded to the model's dtype once, when it is stored. What eight-bit products take
+is rounded to that dtype first, and then to e4m3 with a scale for each token, see `float8.quantize`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,29 @@ import triton
 import triton.language as tl
 
 _INVERSE_SQRT2: tl.constexpr = tl.constexpr(0.7071067811865475)
+# As in `float8`.
+_LARGEST_CODE: tl.constexpr = tl.constexpr(448.0)
+_SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(2.0**-60)
+
+
+@triton.jit
+def _gelu(x):
+    """x / 2 (1 + erf(x / sqrt(2)))."""
+    return x * 0.5 * (1.0 + tl.erf(x * _INVERSE_SQRT2))
+
+
+@triton.jit
+def _gated(gate, up):
+    """silu(gate) up."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _scale_of(largest, scale_ptr):
+    """The factor to e4m3 of a token whose largest magnitude is this; its inverse is stored."""
+    largest = tl.maximum(largest, _SMALLEST_MAXIMUM)
+    tl.store(scale_ptr, tl.div_rn(largest, _LARGEST_CODE))
+    return tl.div_rn(_LARGEST_CODE, largest)
 
 
 @triton.jit
@@ -20,7 +44,9 @@ def add_layer_norm(
     bias_ptr,
     sum_ptr,
     normed_ptr,
+    scales_ptr,
     eps: tl.float32,
+    factor: tl.float32,
     adds,
     num_parts,
     centres,
@@ -29,11 +55,12 @@ def add_layer_norm(
     MOST_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """sum = x + delta; normed = (sum - mean) / sqrt(var + eps) * weight + bias. Grid: (tokens,).
+    """sum = x + factor * delta; normed = (sum - mean) / sqrt(var + eps) * weight + bias. Grid: (tokens,).
 
     The statistics are those of the sum as it is stored. If there are parts, [num_parts, tokens, SIZE], up to
     MOST_PARTS, their sum is the delta. Unless it `adds`, x itself is normalised. Unless it `centres`, mean and bias are
-    zero. With OVERLAP, the next kernel may begin with what does not depend on this one.
+    zero. If there are scales, [tokens], normed is in e4m3. With OVERLAP, the next kernel may begin with what does not
+    depend on this one.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,7 +82,7 @@ def add_layer_norm(
         parts_ptrs += tl.num_programs(0) * SIZE
     for part in tl.static_range(MOST_PARTS):
         delta += parts[part]
-    x = (x.to(tl.float32) + delta).to(dtype)
+    x = (x.to(tl.float32) + factor * delta).to(dtype)
     if adds != 0:
         tl.store(sum_ptr + row + column, x, mask=inside)
     x = x.to(tl.float32)
@@ -63,6 +90,9 @@ def add_layer_norm(
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / SIZE + eps)
     normed = centred * scale * weight + bias
+    if scales_ptr is not None:
+        normed = normed.to(dtype).to(tl.float32)
+        normed *= _scale_of(tl.max(tl.abs(normed), axis=0), scales_ptr + tl.program_id(0))
     tl.store(normed_ptr + row + column, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
@@ -119,8 +149,7 @@ def gelu_(x_ptr, count: tl.int64, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     x = tl.load(x_ptr + i, mask=inside, other=0.0).to(tl.float32)
-    activated = x * 0.5 * (1.0 + tl.erf(x * _INVERSE_SQRT2))
-    tl.store(x_ptr + i, activated.to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(x_ptr + i, _gelu(x).to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -185,4 +214,47 @@ def swiglu(gate_up_ptr, out_ptr, count: tl.int64, size: tl.int64, BLOCK: tl.cons
     gate_ptr = gate_up_ptr + i // size * (2 * size) + i % size
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + i, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + i, _gated(gate, up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """x, or its activation, in e4m3 with a scale for each token. Grid: (tokens,).
+
+    x is [tokens, SIZE], or gate and up, [tokens, 2, SIZE], for the ACTIVATION `swiglu`; codes are [tokens, SIZE], scales
+    [tokens]. A token lies in BLOCKS of BLOCK in registers. With OVERLAP, the next kernel may begin with what does not
+    depend on this one.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row_ptr = x_ptr + token * ((2 if ACTIVATION == "swiglu" else 1) * SIZE)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    blocks = ()
+    for block in tl.static_range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        inside = column < SIZE
+        x = tl.load(row_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION == "swiglu":
+            x = _gated(x, tl.load(row_ptr + SIZE + column, mask=inside, other=0.0).to(tl.float32))
+        if ACTIVATION == "gelu":
+            x = _gelu(x)
+        x = x.to(dtype).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+        blocks = blocks + (x,)
+    factor = _scale_of(tl.max(largest, axis=0), scales_ptr + token)
+    for block in tl.static_range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        codes = (blocks[block] * factor).to(codes_ptr.dtype.element_ty)
+        tl.store(codes_ptr + token * SIZE + column, codes, mask=column < SIZE)
