@@ -130,10 +130,10 @@ def _product(ops: ModuleType, x: Tensor | Quantized, owner: nn.Module, linears: 
 def _add_product(
     ops: ModuleType, hidden: Tensor, x: Tensor | Quantized, linear: nn.Module, factor: float
 ) -> tuple[Tensor, tuple[Tensor, float] | None]:
-    """The residual sum of hidden states and a product with a factor; or, of an eight-bit product, what is to be added."""
+    """The residual sum of hidden states and a product with a factor; of an eight-bit product, what is to be added."""
     if isinstance(linear, Float8Linear):
         return hidden, (ops.linear_parts(x, linear.weight, None, linear.scales), factor)
-    assert isinstance(x, Tensor)
+    assert isinstance(x, Tensor) and isinstance(linear, nn.Linear)
     return torch.addmm(hidden, x, linear.weight.t(), alpha=factor), None
 
 

@@ -28,6 +28,7 @@ from esm_turbo.tasks.variants import many
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
+    from esm_turbo.model.precision import Precision
     from esm_turbo.parallel.workers import Devices
     from esm_turbo.tasks.common.pieces import Runner
 
@@ -72,6 +73,7 @@ class TurboEsm(ContextModel):
         preset: str | TurboConfig | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
+        precision: Precision | None = None,
         backend: str | Backend = Backend.AUTO,
         device_map: str | Mapping[str, int | str | torch.device] | None = None,
         max_memory: Mapping[int | str, int | str] | None = None,
@@ -90,6 +92,9 @@ class TurboEsm(ContextModel):
                 `generate_binders` then keep contexts at full precision; one that is named is used or refused.
             device: None is CUDA if available, else MPS, else the CPU.
             dtype: None is float32 on CPU and MPS, and the checkpoint's dtype on CUDA.
+            precision: of the products of layers, for ESM-2 and ESM-C. None is the dtype; "fp8" is e4m3 with a scale for
+                each token and output, in a model of bfloat16, on an NVIDIA GPU of compute capability 9.0 or newer. It
+                is part of the model's identity: contexts of one precision are refused by the other.
             backend: implementation of the packed attention, see `Backend`.
             device_map: spreads the layers of a model that is larger than a device; in place of `device`. "auto" or
                 "balanced" shares them out, "balanced_low_0" leaves room on the first device, and "sequential" fills one
@@ -109,6 +114,7 @@ class TurboEsm(ContextModel):
         """
         from esm_turbo.model.adapters import base_of, is_adapter, merge_adapter
         from esm_turbo.model.checkpoints import checkpoint_class
+        from esm_turbo.model.precision import check_precision, quantize_products
         from esm_turbo.model.spread import STRATEGIES
 
         if model is None:
@@ -129,6 +135,9 @@ class TurboEsm(ContextModel):
                 f" {device_map!r}; for one device give `device`"
             )
         device = _usable(device or _best_device())
+        if precision is not None:
+            check_precision(precision, device, dtype, spread=device_map is not None)
+            dtype = torch.bfloat16
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options |= {"device_map": device_map, "max_memory": max_memory}
@@ -172,6 +181,9 @@ class TurboEsm(ContextModel):
         elif adapter is None:
             calibration = loaded.base_model.calibration
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
+        if precision is not None:
+            quantize_products(loaded)
+            loaded.requires_grad_(False)
         return turbo
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

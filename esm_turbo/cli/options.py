@@ -146,6 +146,13 @@ class ModelOptions:
         DType | None,
         Parameter(help="Precision of the model. By default, float32 on CPU and MPS, the checkpoint's dtype on CUDA."),
     ] = None
+    precision: Annotated[
+        Literal["fp8"] | None,
+        Parameter(
+            help="Precision of the matrix products of ESM-2 and ESM-C: fp8 needs an H100, H200 or newer, and is faster"
+            " for the largest models. By default, that of the model."
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Parameter(help="Threads on a CPU. By default, as many as there are free cores, at least 1."),

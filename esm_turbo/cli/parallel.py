@@ -86,7 +86,17 @@ class Spread(Generic[_Options]):
             return load_model(self.options, **self.more)
         # As the others load it, who may be on devices with another default.
         dtype = {"dtype": "auto"} if self.options.dtype is None and self.names[0].startswith("cuda") else {}
-        return load_model(replace(self.options, device="cpu", threads=self.threads), **dtype, **self.more)
+        options = replace(self.options, device="cpu", threads=self.threads)
+        if options.precision is None:
+            return load_model(options, **dtype, **self.more)
+        if not self.names[0].startswith("cuda"):
+            # Says which devices can.
+            return load_model(options, **self.more)
+        from esm_turbo.model.precision import quantize_products
+
+        turbo = load_model(replace(options, precision=None, dtype=options.dtype or "bfloat16"), **self.more)
+        quantize_products(turbo.model)
+        return turbo
 
     def move(self, turbo: TurboEsm) -> None:
         """Move the model of this process to the first device, which the processes of `runner` have left."""

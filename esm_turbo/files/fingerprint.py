@@ -57,13 +57,12 @@ def model_fingerprint(model: Any) -> Fingerprint:
     refuse_offloaded(model.named_parameters())
     tensors = list(_tensors(model))
     # Eight-bit products know what their weights were.
-    known = {
+    known: dict[int, Tensor] = {
         module.weight.data_ptr(): module.described
         for module in model.modules()
         if getattr(module, "described", None) is not None
     }
-    rows = [known.get(tensor.data_ptr()) for tensor in tensors]
-    rows = [describe_weight(tensor) if row is None else row for tensor, row in zip(tensors, rows, strict=True)]
+    rows = [known[tensor.data_ptr()] if tensor.data_ptr() in known else describe_weight(tensor) for tensor in tensors]
     header = torch.from_numpy(_header(model, tensors))
     fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
     return fingerprint

@@ -1,8 +1,9 @@
 """Models whose layers run eight-bit products, see `ops.float8`.
 
-The four products of a layer take nearly all of its time: queries, keys and values; the attention's output; and the two
-of the feed-forward network. Each that is chosen becomes a `Float8Linear`; everything else stays in bfloat16. Weights are
-rounded once, so that they take half the memory, and tokens in the kernels of the norms and activations before products.
+The four products of a layer take nearly all of its time: queries, keys and values; the attention's output; and the
+two of the feed-forward network. Each that is chosen becomes a `Float8Linear`; everything else stays in bfloat16.
+Weights are rounded once, so that they take half the memory, and tokens in the kernels of the norms and activations
+before products.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def check_precision(
     if precision is None:
         return
     if precision not in get_args(Precision):
-        raise ValueError(f"`precision` must be None or {' or '.join(map(repr, get_args(Precision)))}, got {precision!r}")
+        raise ValueError(
+            f"`precision` must be None or {' or '.join(map(repr, get_args(Precision)))}, got {precision!r}"
+        )
     found = "an Apple GPU" if device.type == "mps" else "a CPU" if device.type == "cpu" else f"a {device.type} device"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -93,11 +96,15 @@ def quantize_products(model: Any, keep: Collection[Product] = ()) -> None:
     ]
     for linear in chosen:
         if not is_plain_linear(linear):
-            raise ValueError(f"precision 'fp8' needs plain linear layers, got {type(linear).__qualname__}: merge adapters")
+            raise ValueError(
+                f"precision 'fp8' needs plain linear layers, and a {type(linear).__qualname__} has hooks or adapters:"
+                " merge them first"
+            )
+        sizes = list(linear.weight.shape)
         if linear.weight.dtype != torch.bfloat16:
             raise ValueError(f"precision 'fp8' needs a model in bfloat16, got {linear.weight.dtype}")
-        if any(size % _MULTIPLE for size in linear.weight.shape):
-            raise ValueError(f"precision 'fp8' needs sizes that are multiples of {_MULTIPLE}, got {list(linear.weight.shape)}")
+        if any(size % _MULTIPLE for size in sizes):
+            raise ValueError(f"precision 'fp8' needs layers of multiples of {_MULTIPLE} numbers, got {sizes}")
     wanted = {id(linear) for linear in chosen}
     for parent in list(encoder.modules()):
         for name, child in list(parent.named_children()):

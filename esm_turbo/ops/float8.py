@@ -1,7 +1,7 @@
 """Eight-bit products: linear layers of e4m3 numbers, with a scale for each output of a weight and for each token.
 
-A row x is stored as codes x / s, rounded to e4m3, and its scale s = max |x| / 448, so that the largest magnitude becomes
-the largest code (Micikevicius et al. 2022). Tensor cores multiply codes twice as fast as bfloat16.
+A row x is stored as codes x / s, rounded to e4m3, and its scale s = max |x| / 448, so that the largest magnitude
+becomes the largest code (Micikevicius et al. 2022). Tensor cores multiply codes twice as fast as bfloat16.
 """
 
 from __future__ import annotations
@@ -104,7 +104,23 @@ class Float8Linear(nn.Module):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise ValueError("a model with eight-bit products is not saved: save the one that it was made of")
+
+    # Modules are cast, and tensors pickled, as bytes: to cast codes would lose their scales, and PyTorch pickles none.
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if fn(self.scales[:0]).dtype != torch.float32:
+        if fn(self.scales.new_empty(0, dtype=torch.bfloat16)).dtype != torch.bfloat16:
             raise ValueError("a model with eight-bit products stays in bfloat16: load it again for another dtype")
-        return super()._apply(fn, recurse)
+
+        def move(x: Tensor) -> Tensor:
+            return fn(x) if x.dtype == torch.bfloat16 else fn(x.view(torch.uint8)).view(x.dtype)
+
+        return super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        codes = nn.Parameter(self.weight.view(torch.uint8), requires_grad=False)
+        return {**self.__dict__, "_parameters": {**self._parameters, "weight": codes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.weight = nn.Parameter(self.weight.view(DTYPE), requires_grad=False)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops import triton_encoder
+from esm_turbo.ops import float8, reference, triton_encoder
+from esm_turbo.ops.float8 import Quantized
 from tests.helpers import torch_encoder
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 
@@ -238,6 +239,90 @@ def test_norm_and_rotation_in_place(device: str, dtype: str, heads: int, head_di
 def test_gated_activation(device: str, dtype: str, size: int) -> None:
     gate_up = normal(7, 2 * size, device=device, dtype=DTYPES[dtype]) * 4
     assert_close(triton_encoder.swiglu(gate_up), torch_encoder.swiglu(gate_up))
+
+
+def assert_same_rounding(found: Quantized, expected: Quantized) -> None:
+    """To the bit on a GPU. The interpreter rounds ties and subnormal numbers otherwise, and drops carries."""
+    assert torch.equal(found.scales, expected.scales)
+    codes, wanted = (x.codes.view(torch.uint8).int() for x in (found, expected))
+    if found.codes.is_cuda:
+        assert torch.equal(codes, wanted)
+        return
+    compared = ((wanted & 0b111) != 0) & ((wanted & 0b1111000) != 0)
+    assert compared.float().mean() > 0.2
+    assert ((codes - wanted).abs() <= 1)[compared].all()
+    assert (codes == wanted)[compared].float().mean() > 0.9
+
+
+QUANTIZE_SIZES = {"cpu": (64, 320, 1000, 2500), "gpu": (64, 320, 1000, 1280, 2560, 5120, 6912, 20480)}
+
+
+@on_devices(
+    "dtype, size",
+    cpu=itertools.product(CPU_DTYPES, QUANTIZE_SIZES["cpu"]),
+    gpu=itertools.product(DTYPES, QUANTIZE_SIZES["gpu"]),
+)
+def test_rounding_to_eight_bits(device: str, dtype: str, size: int) -> None:
+    x = normal(7, size, device=device, dtype=DTYPES[dtype]) * 3
+    # Zeros; one large number; the smallest ones.
+    x[1], x[2, 3], x[3] = 0, 2000, x[3] * 2.0**-20
+    assert_same_rounding(triton_encoder.quantize(x), float8.quantize(x))
+
+
+@on_devices(
+    "dtype, size",
+    cpu=itertools.product(CPU_DTYPES, QUANTIZE_SIZES["cpu"]),
+    gpu=itertools.product(DTYPES, QUANTIZE_SIZES["gpu"]),
+)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_activation_in_eight_bits(device: str, dtype: str, size: int, activation: str) -> None:
+    """That of the activation as it is stored otherwise, to which a float32's last bit can make a difference."""
+    x = normal(7, 2 * size if activation == "swiglu" else size, device=device, dtype=DTYPES[dtype]) * 4
+    if activation == "gelu":
+        stored = x.clone()
+        triton_encoder.gelu_(stored)
+    else:
+        stored = triton_encoder.swiglu(x)
+    assert_same_rounding(triton_encoder.quantize(x, activation), float8.quantize(stored))
+
+
+@on_devices(
+    "dtype, size", cpu=itertools.product(CPU_DTYPES, SIZES), gpu=itertools.product(DTYPES, (*SIZES, 1280, 5120))
+)
+@pytest.mark.parametrize("adds", [False, True])
+def test_norm_in_eight_bits(device: str, dtype: str, size: int, adds: bool) -> None:
+    x, delta = (normal(7, size, device=device, dtype=DTYPES[dtype], seed=seed) * 3 + 5 for seed in (0, 1))
+    weight, bias = (normal(size, device=device, dtype=DTYPES[dtype], seed=seed) for seed in (2, 3))
+    arguments = (x, delta if adds else None, weight, bias, 1e-5)
+    expected_total, normed = triton_encoder.add_layer_norm(*arguments, factor=0.3)
+    assert_close(expected_total, torch_encoder.add_layer_norm(*arguments, factor=0.3)[0])
+    total, found = triton_encoder.add_layer_norm(*arguments, factor=0.3, quantizes=True)
+    assert torch.equal(total, expected_total)
+    assert_same_rounding(found, float8.quantize(normed))
+
+
+@pytest.mark.gpu
+def test_rows_that_are_not_finite_stay_so() -> None:
+    x = normal(4, 1280, device="cuda", dtype=torch.bfloat16)
+    x[1, 5], x[2, 7] = float("nan"), float("inf")
+    weight, scales = float8.quantize(normal(1280, 1280, device="cuda"))
+    output = float8.float8_linear(triton_encoder.quantize(x), weight, scales, None)
+    assert output.isfinite().all(dim=1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 17, 1000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 320), (3840, 1280), (1280, 5120), (2560, 6912)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_in_eight_bits(tokens: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    x = float8.quantize(normal(tokens, inputs, device="cuda"))
+    weight, scales = float8.quantize(normal(outputs, inputs, device="cuda", seed=1) * inputs**-0.5)
+    bias = normal(outputs, device="cuda", dtype=torch.bfloat16, seed=2) if has_bias else None
+    found = triton_encoder.linear(x, weight, bias, scales)
+    expected = reference.float8_linear(x, weight, scales, bias)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    # Tensor cores add up products of codes with some 14 bits.
+    assert (found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
 
 
 @pytest.mark.gpu

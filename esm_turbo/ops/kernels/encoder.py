@@ -230,9 +230,9 @@ def quantize(
 ):
     """x, or its activation, in e4m3 with a scale for each token. Grid: (tokens,).
 
-    x is [tokens, SIZE], or gate and up, [tokens, 2, SIZE], for the ACTIVATION `swiglu`; codes are [tokens, SIZE], scales
-    [tokens]. A token lies in BLOCKS of BLOCK in registers. With OVERLAP, the next kernel may begin with what does not
-    depend on this one.
+    x is [tokens, SIZE], or gate and up, [tokens, 2, SIZE], for the ACTIVATION `swiglu`; codes are [tokens, SIZE],
+    scales [tokens]. A token lies in BLOCKS of BLOCK in registers. With OVERLAP, the next kernel may begin with what
+    does not depend on this one.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
