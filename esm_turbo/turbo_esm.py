@@ -94,7 +94,8 @@ class TurboEsm(ContextModel):
             dtype: None is float32 on CPU and MPS, and the checkpoint's dtype on CUDA.
             precision: of the products of layers, for ESM-2 and ESM-C. None is the dtype; "fp8" is e4m3 with a scale for
                 each token and output, in a model of bfloat16, on an NVIDIA GPU of compute capability 9.0 or newer. It
-                is part of the model's identity: contexts of one precision are refused by the other.
+                is part of the model's identity: contexts of one precision are refused by the other. Products that the
+                calibration found sensitive (`esm-turbo calibrate --precision fp8`) stay in bfloat16.
             backend: implementation of the packed attention, see `Backend`.
             device_map: spreads the layers of a model that is larger than a device; in place of `device`. "auto" or
                 "balanced" shares them out, "balanced_low_0" leaves room on the first device, and "sequential" fills one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def _quality_tables(values: Mapping[str, Any] | None) -> list[Table]:
-    """Measurements of a calibration: the error of each preset, and the freezing error."""
+    """Measurements of a calibration: the errors of each preset, of freezing, and of eight-bit products."""
     if values is None:
         return []
     quality = Quality.from_dict(values)
@@ -58,14 +59,26 @@ def _quality_tables(values: Mapping[str, Any] | None) -> list[Table]:
         for name, figures in quality.presets.items()
     ]
     columns = ["cosine", "1 %", "KL, nats", "99 %", "top-1"]
-    presets = text_table(
-        f"presets against full precision, every residue in turn; {measured}", ["preset", *columns, "as expected"], rows
-    )
-    if not quality.freezing:
-        return [presets]
-    rows = [[str(refreshed), *_figures(figures)] for refreshed, figures in quality.freezing.items()]
-    title = f"freezing error: the last {quality.new_residues} residues, full precision against the whole forward"
-    return [presets, text_table(title, ["residues refreshed", *columns], rows)]
+    tables = [
+        text_table(
+            f"presets against full precision, every residue in turn; {measured}",
+            ["preset", *columns, "as expected"],
+            rows,
+        )
+    ]
+    if quality.freezing:
+        rows = [[str(refreshed), *_figures(figures)] for refreshed, figures in quality.freezing.items()]
+        title = f"freezing error: the last {quality.new_residues} residues, full precision against the whole forward"
+        tables.append(text_table(title, ["residues refreshed", *columns], rows))
+    if (eight_bits := quality.eight_bits) is not None:
+        rows = [["none", *_figures(eight_bits.every)]]
+        if eight_bits.keep:
+            kept = Counter(name for _, name in eight_bits.keep)
+            names = ", ".join(f"{name} of {counted(layers, 'layer')}" for name, layers in kept.items())
+            rows.append([names, *_figures(eight_bits.chosen)])
+        title = "precision fp8: whole forwards against the model in bfloat16"
+        tables.append(text_table(title, ["left in bfloat16", *columns], rows))
+    return tables
 
 
 def _figures(figures: Figures) -> list[str]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from esm_turbo.assets import evaluation_families, evaluation_proteins
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.evaluate.families import after_homologs
-from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.evaluate.protocols import Comparison, Protein, extend_at_end, leave_one_out
-from esm_turbo.files.quality import EXPECTED, Figures, Quality
+from esm_turbo.evaluate.precision import choose_products, figures_of
+from esm_turbo.evaluate.protocols import Protein, extend_at_end, leave_one_out
+from esm_turbo.files.quality import EXPECTED, Quality
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.proteins.homologs import join_families
 from esm_turbo.tasks.common.forwards import FROZEN
@@ -22,6 +22,7 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_model import ContextModel
+    from esm_turbo.model.precision import Precision
 
 # Residues of the calibration for each residue measured, and the fewest to measure: 1 % quantiles rest on ten of them.
 _CALIBRATED_PER_MEASURED, _FEWEST_MEASURED = 64, 1000
@@ -34,6 +35,7 @@ def measure_calibration(
     records: Sequence[ProteinRecord],
     held_out: Sequence[ProteinRecord] | None = None,
     progress: Progress | None = None,
+    precision: Precision | None = None,
 ) -> Quality | None:
     """Measure the presets of a calibration on proteins that are not part of it, and the freezing error of its model.
 
@@ -44,6 +46,7 @@ def measure_calibration(
         held_out: other proteins, of which the first are measured: a thousand residues, or one for 64 of the
             calibration's if these are more; None takes the shipped evaluation proteins.
         progress: called with stage `measure` and residues, see `Progress`.
+        precision: also measure what this precision costs, of a model in bfloat16, see `evaluate.precision`.
 
     Returns:
         The figures; None if all of `held_out` are among `records`.
@@ -77,9 +80,10 @@ def measure_calibration(
         sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
         dtype=str(turbo.model.dtype).removeprefix("torch."),
         device=turbo.model.device.type,
-        presets={name: _figures(comparison) for name, comparison in loo.turbo_frozen.items()},
+        presets={name: figures_of(comparison) for name, comparison in loo.turbo_frozen.items()},
         new_residues=_NEW_RESIDUES,
-        freezing={e.refreshed: _figures(e.arms.frozen_full) for e in ends if len(e.arms.frozen_full)},
+        freezing={e.refreshed: figures_of(e.arms.frozen_full) for e in ends if len(e.arms.frozen_full)},
+        eight_bits=None if precision is None else choose_products(turbo, proteins),
     )
 
 
@@ -118,8 +122,3 @@ def _calibrated(turbo: ContextModel, calibration: Calibration) -> Iterator[None]
     finally:
         encoder.set_turbo(calibration=before, **options)
         encoder.preset_chosen = chosen
-
-
-def _figures(comparison: Comparison) -> Figures:
-    accuracy: Accuracy = comparison.residues.accuracy()
-    return Figures(**{name: getattr(accuracy, name) for name in Figures.__dataclass_fields__})

@@ -38,12 +38,14 @@ class Evaluation(Tabular):
         frozen: the frozen arm.
         presets: the turbo arm, preset by preset, in the order requested.
         unavailable: presets of "all" that cannot run here, with the reason.
+        precision: whole forwards against those of the same weights in another precision; None if there was none.
     """
 
     provenance: Provenance
     frozen: Frozen
     presets: tuple[PresetEvaluation, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    precision: TokenAccuracy | None = None
 
     def __repr__(self) -> str:
         size = f"{counted(self.provenance.proteins, 'protein')}, {counted(self.provenance.residues, 'residue')}"
@@ -152,6 +154,8 @@ def _overview(evaluation: Evaluation) -> Table:
         *("arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>"),
     )
     exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]
+    if evaluation.precision is not None:
+        _arm(table, "full - reference", None, evaluation.precision)
     _arm(table, "frozen - full", exact[0] if exact else None, evaluation.frozen.leave_one_out)
     for preset in _compressed(evaluation):
         _arm(table, f"{preset.name} - frozen", preset.memory, preset.leave_one_out.against_frozen)

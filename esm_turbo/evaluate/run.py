@@ -16,10 +16,11 @@ from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.families import after_homologs
 from esm_turbo.evaluate.memory import measure_memory
+from esm_turbo.evaluate.precision import compare_forwards, whole_forwards
 from esm_turbo.evaluate.presets import Presets, resolve_presets
 from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
 from esm_turbo.evaluate.results import Provenance
-from esm_turbo.evaluate.summary import frozen_figures, preset_figures
+from esm_turbo.evaluate.summary import frozen_figures, preset_figures, token_accuracy
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
@@ -39,6 +40,7 @@ def evaluate(
     classes: Sequence[str | None] | None = None,
     extend_ks: Sequence[int] = (1, 8, 32),
     refresh_ws: Sequence[int] = (0, 8, 32),
+    reference: ContextModel | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure the freezing error, the quantisation error, and the memory of caches (docs/concepts.md).
@@ -56,6 +58,8 @@ def evaluate(
         classes: structural class of each sequence, None if unknown; figures are then also given by class.
         extend_ks: numbers of new residues of figure 2; empty disables it.
         refresh_ws: numbers of refreshed residues of figure 2.
+        reference: the same weights in a precision to compare whole forwards with, such as the bfloat16 that
+            `precision="fp8"` was made of.
         progress: called as proteins are done, see `Progress`.
 
     Raises:
@@ -73,6 +77,10 @@ def evaluate(
         counter.advance(0)
         return counter.advance
 
+    precision = None
+    if reference is not None:
+        expected, found = (whole_forwards(model, proteins) for model in (reference, turbo))
+        precision = token_accuracy(compare_forwards(turbo, proteins, expected, found))
     memory = measure_memory(turbo, proteins, list(configs.values()))
     extend: list[ExtendArms] = []
     if has_families:
@@ -90,6 +98,7 @@ def evaluate(
             for (name, config), size in zip(configs.items(), memory, strict=True)
         ),
         unavailable,
+        precision,
     )
 
 

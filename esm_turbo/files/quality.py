@@ -48,6 +48,21 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class EightBits:
+    """What the precision fp8 costs a model: whole forwards against those of the model in bfloat16.
+
+    Attributes:
+        every: with every product in eight bits.
+        chosen: with all but those kept.
+        keep: products that stay in bfloat16, each a layer and a name, see `model.precision`.
+    """
+
+    every: Figures
+    chosen: Figures
+    keep: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
 class Quality:
     """Accuracy of presets with one calibration, on proteins that it has not seen.
 
@@ -61,6 +76,7 @@ class Quality:
         new_residues: number of last residues that extended a context of the others, for the freezing error.
         freezing: by number of residues refreshed, contexts at full precision against the whole forward; empty if all
             proteins were too short.
+        eight_bits: what the precision fp8 costs; None if it was not measured.
     """
 
     proteins: int
@@ -71,6 +87,7 @@ class Quality:
     presets: Mapping[str, Figures]
     new_residues: int
     freezing: Mapping[int, Figures]
+    eight_bits: EightBits | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -90,7 +107,14 @@ class Quality:
         named = sorted(values["presets"].items(), key=lambda item: order.get(item[0], len(order)))
         presets = {name: Figures(**figures) for name, figures in named}
         freezing = {int(refreshed): Figures(**figures) for refreshed, figures in values["freezing"].items()}
-        return cls(**{**values, "presets": presets, "freezing": dict(sorted(freezing.items()))})
+        measured = values.get("eight_bits")
+        eight_bits = measured and EightBits(
+            Figures(**measured["every"]),
+            Figures(**measured["chosen"]),
+            tuple((int(layer), str(name)) for layer, name in measured["keep"]),
+        )
+        read = {"presets": presets, "freezing": dict(sorted(freezing.items())), "eight_bits": eight_bits}
+        return cls(**{**values, **read})
 
     def shortfall(self, preset: str) -> str | None:
         """How a preset falls short of what is expected of it, in one line; None if it does not, or is not known."""

@@ -8,7 +8,8 @@ before products.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -69,54 +70,82 @@ def check_precision(
         raise ValueError("precision 'fp8' needs a model on one device: leave out `device_map`")
 
 
-def quantize_products(model: Any, keep: Collection[Product] = ()) -> None:
+def quantize_products(model: Any, keep: Collection[Product] | None = None) -> None:
     """Make the products of a model's layers eight-bit products, in place.
 
     Args:
         model: in bfloat16, with a head or without.
-        keep: products that stay as they are. Those that are eight-bit products already remain so.
+        keep: products that stay as they are; None keeps those that the model's calibration found sensitive, if any.
+            Those that are eight-bit products already remain so.
 
     Raises:
         ValueError: the model is of a family without such products, in another dtype, or adapted; or a name is wrong.
     """
+    known = all_products(model)
+    if keep is None:
+        calibration = model.base_model.calibration
+        quality = None if calibration is None else calibration.quality
+        keep = () if quality is None or quality.eight_bits is None else quality.eight_bits.keep
+    if unknown := set(keep) - set(known):
+        raise ValueError(f"{min(unknown)} is none of {PRODUCTS} in {len(known) // len(PRODUCTS)} layers")
+    for parent, name, linear in _linears(model, set(known) - set(keep)):
+        setattr(parent, name, Float8Linear(linear, describe_weight(linear.weight).cpu()).train(linear.training))
+
+
+@contextmanager
+def in_eight_bits(model: Any, products: Collection[Product]) -> Iterator[None]:
+    """Run these products of a model in eight bits, and afterwards as before; see `quantize_products`."""
+    linears = _linears(model, products)
+    try:
+        for parent, name, linear in linears:
+            setattr(parent, name, Float8Linear(linear).train(linear.training))
+        yield
+    finally:
+        for parent, name, linear in linears:
+            setattr(parent, name, linear)
+
+
+def all_products(model: Any) -> list[Product]:
+    """The products of a model, layer by layer.
+
+    Raises:
+        ValueError: it is of a family without products that can be eight-bit products.
+    """
     encoder = model.base_model
-    layers = encoder.products
-    if not layers:
+    if not encoder.products:
         raise ValueError(f"precision 'fp8' is for ESM-2 and ESM-C, not for {encoder.family.name}")
-    unknown = set(keep) - {(index, name) for index in range(len(layers)) for name in PRODUCTS}
-    if unknown:
-        raise ValueError(f"{min(unknown)} is none of {PRODUCTS} in {len(layers)} layers")
-    chosen = [
-        linear
-        for index, products in enumerate(layers)
-        for name, linears in products.items()
-        if (index, name) not in keep
-        for linear in linears
-        if not isinstance(linear, Float8Linear)
-    ]
-    for linear in chosen:
-        if not is_plain_linear(linear):
-            raise ValueError(
-                f"precision 'fp8' needs plain linear layers, and a {type(linear).__qualname__} has hooks or adapters:"
-                " merge them first"
-            )
-        sizes = list(linear.weight.shape)
-        if linear.weight.dtype != torch.bfloat16:
-            raise ValueError(f"precision 'fp8' needs a model in bfloat16, got {linear.weight.dtype}")
-        if any(size % _MULTIPLE for size in sizes):
-            raise ValueError(f"precision 'fp8' needs layers of multiples of {_MULTIPLE} numbers, got {sizes}")
-    wanted = {id(linear) for linear in chosen}
-    for parent in list(encoder.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in wanted:
-                setattr(parent, name, _quantized(child))
+    return [(index, name) for index, products in enumerate(encoder.products) for name in products]
 
 
-def _quantized(linear: nn.Module) -> Float8Linear:
+def _linears(model: Any, products: Collection[Product]) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers of products that are not eight-bit products yet, each as an attribute of a module.
+
+    Raises:
+        ValueError: one of them cannot become an eight-bit product.
+    """
+    encoder = model.base_model
+    chosen = {id(linear) for index, name in products for linear in encoder.products[index][name]}
+    found = []
+    for parent in encoder.modules():
+        for name, linear in parent.named_children():
+            if id(linear) in chosen and not isinstance(linear, Float8Linear):
+                _check_linear(linear)
+                found.append((parent, name, linear))
+    return found
+
+
+def _check_linear(linear: nn.Module) -> None:
+    if not is_plain_linear(linear):
+        raise ValueError(
+            f"precision 'fp8' needs plain linear layers, and a {type(linear).__qualname__} has hooks or adapters:"
+            " merge them first"
+        )
     assert isinstance(linear, nn.Linear)
-    made = Float8Linear(linear, describe_weight(linear.weight).cpu())
-    made.train(linear.training)
-    return made
+    sizes = list(linear.weight.shape)
+    if linear.weight.dtype != torch.bfloat16:
+        raise ValueError(f"precision 'fp8' needs a model in bfloat16, got {linear.weight.dtype}")
+    if any(size % _MULTIPLE for size in sizes):
+        raise ValueError(f"precision 'fp8' needs layers of multiples of {_MULTIPLE} numbers, got {sizes}")
 
 
 def quantized_products(model: Any) -> list[Product]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from esm_turbo.ops import reference
 
@@ -19,6 +20,8 @@ __all__ = ["DTYPE", "Float8Linear", "Quantized", "float8_linear", "quantize"]
 DTYPE = torch.float8_e4m3fn
 """Of codes."""
 LARGEST_CODE = 448.0
+# cuBLAS finds no algorithm for fewer tokens of more inputs.
+_FEWEST_TOKENS, _MANY_INPUTS = 32, 8192
 # Rows of zeros have a scale, too.
 _SMALLEST_MAXIMUM = 2.0**-60
 
@@ -61,10 +64,14 @@ def float8_linear(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | N
     """
     if x.codes.device.type != "cuda":
         return reference.float8_linear(x, weight, scales, bias)
+    tokens = len(x.codes)
+    if tokens < _FEWEST_TOKENS and x.codes.shape[1] > _MANY_INPUTS:
+        added = 0, 0, 0, _FEWEST_TOKENS - tokens
+        x = Quantized(functional.pad(x.codes.view(torch.uint8), added).view(DTYPE), functional.pad(x.scales, added))
     output: Tensor = torch._scaled_mm(
         x.codes, weight.t(), x.scales, scales.t(), bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return output
+    return output[:tokens]
 
 
 class Float8Linear(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.files.quality import EXPECTED, Figures, Quality
+from esm_turbo.files.quality import EXPECTED, EightBits, Figures, Quality
 
 GOOD = Figures(cosine_mean=1.0, cosine_q01=1.0, kl_mean=0.0, kl_q99=0.0, top1_agreement=1.0)
 
@@ -23,6 +23,9 @@ def quality_of(**presets: Figures) -> Quality:
 
 def test_json_and_back() -> None:
     quality = quality_of(**dict.fromkeys(("quarot", "turbo1", "turbo4", "paper"), GOOD), turbo3=FAIR)
+    older = {name: value for name, value in quality.to_dict().items() if name != "eight_bits"}
+    assert Quality.from_dict(older) == quality
+    quality = dataclasses.replace(quality, eight_bits=EightBits(FAIR, GOOD, ((0, "qkv"), (3, "mlp_out"))))
     found = Quality.from_dict(json.loads(json.dumps(quality.to_dict(), allow_nan=False, sort_keys=True)))
     assert found == quality
     assert list(found.freezing) == [0, 8, 32]

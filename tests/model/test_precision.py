@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +18,19 @@ from transformers import PreTrainedModel
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL, evaluation_proteins
+from esm_turbo.evaluate.precision import choose_products
+from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.files.identity import exact_identity
+from esm_turbo.files.quality import EightBits
 from esm_turbo.model.packing import Packing, attention_of_rows
-from esm_turbo.model.precision import PRODUCTS, Product, check_precision, quantize_products, quantized_products
+from esm_turbo.model.precision import (
+    PRODUCTS,
+    Product,
+    all_products,
+    check_precision,
+    quantize_products,
+    quantized_products,
+)
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.proteins.fasta import read_fasta_strict
 from tests.helpers import torch_encoder
@@ -214,3 +225,59 @@ def test_models_that_cannot(change: Callable[[PreTrainedModel], object], keep: l
 def test_families_without_such_products() -> None:
     with pytest.raises(ValueError, match=r"precision 'fp8' is for ESM-2 and ESM-C, not for E1"):
         quantize_products(make_e1())
+
+
+@pytest.fixture(scope="module")
+def half() -> TurboEsm:
+    return TurboEsm.from_pretrained(device="cpu", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def proteins() -> list[Protein]:
+    return [Protein.of(record.id, record.sequence[:80]) for record in read_fasta_strict(evaluation_proteins())][:2]
+
+
+def test_eight_bits_for_all_where_they_cost_little(half: TurboEsm, proteins: list[Protein]) -> None:
+    digest = exact_identity(half.model.base_model).digest
+    measured = choose_products(half, proteins, most_kl=0.01)
+    assert measured.keep == ()
+    assert 0 < measured.chosen.kl_mean < 0.001
+    assert exact_identity(half.model.base_model).digest == digest
+
+
+def test_eight_bits_for_some_where_all_cost_too_much(half: TurboEsm, proteins: list[Protein]) -> None:
+    whole = choose_products(half, proteins, most_kl=1.0).every.kl_mean
+    measured = choose_products(half, proteins, most_kl=whole / 2)
+    layers = half.model.config.num_hidden_layers
+    assert 0 < len(measured.keep) < layers * len(PRODUCTS)
+    assert 0 < measured.chosen.kl_mean <= whole / 2
+
+
+def test_eight_bits_for_none_where_any_costs_too_much(half: TurboEsm, proteins: list[Protein]) -> None:
+    measured = choose_products(half, proteins, most_kl=0.0)
+    assert len(measured.keep) == half.model.config.num_hidden_layers * len(PRODUCTS)
+    assert measured.chosen.kl_mean == 0
+
+
+def test_a_model_keeps_what_its_calibration_found(half: TurboEsm, tmp_path: Path) -> None:
+    calibration = half.calibration
+    assert calibration is not None and calibration.quality is not None
+    kept = EightBits(*[calibration.quality.presets["turbo3"]] * 2, ((0, "qkv"), (2, "mlp_out")))
+    calibration.quality = replace(calibration.quality, eight_bits=kept)
+    calibration.save(tmp_path / "calibration.safetensors")
+    other = TurboEsm.from_pretrained(device="cpu", dtype="bfloat16", calibration=tmp_path / "calibration.safetensors")
+    quantize_products(other.model)
+    products = set(all_products(other.model))
+    assert products - set(quantized_products(other.model)) == set(kept.keep)
+
+
+def test_an_evaluation_shows_the_third_error(half: TurboEsm, proteins: list[Protein]) -> None:
+    reduced = TurboEsm.from_pretrained(device="cpu", dtype="bfloat16")
+    quantize_products(reduced.model, ())
+    sequences = [protein.sequence for protein in proteins]
+    evaluation = reduced.evaluate(sequences, "turbo3", extend_ks=(), reference=half)
+    measured = choose_products(half, proteins, most_kl=1.0).every
+    assert evaluation.precision is not None
+    assert evaluation.precision.residues.kl_mean == measured.kl_mean
+    assert "full - reference" in evaluation.table()
+    assert "full - reference" not in reduced.evaluate(sequences, "turbo3", extend_ks=()).table()

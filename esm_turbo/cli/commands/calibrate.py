@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +46,8 @@ def calibrate(
     It ends by measuring what it made, on proteins outside of the calibration: every tenth of the file, which it holds
     out, and proteins shipped with the program; `esm-turbo info` shows the figures again. A file with any bad record is
     refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`; for E1 they name the family of
-    homologs, as in `>ID family=1`.
+    homologs, as in `>ID family=1`. With `--precision fp8` it also measures eight-bit products, on any device, and
+    records which of them a model of that precision leaves in bfloat16.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the proteins that are shipped with the program.
@@ -60,14 +61,20 @@ def calibrate(
     check_plot(plot)
     if parallel.shard is not None:
         raise ValueError("a calibration is one file, which shards cannot share: leave --shard out, or give --workers")
+    precision, model = model.precision, replace(model, precision=None)
+    if precision is not None:
+        model = replace(model, dtype=model.dtype or "bfloat16")
     spread = Spread.of(parallel, model)
     turbo = spread.load()
     announce(turbo, devices=spread.devices)
     from esm_turbo.cli.report import calibration_report
     from esm_turbo.evaluate.calibrated import beside_shipped, measure_calibration
+    from esm_turbo.model.precision import all_products
     from esm_turbo.proteins.homologs import join_families
     from esm_turbo.tasks.calibration.records import calibrate_records, first_records, hold_out
 
+    if precision is not None:
+        all_products(turbo.model)
     has_families = turbo.model.base_model.exact_contexts is not None
     if has_families:
         proteins = calibration_families() if shipped else proteins
@@ -82,7 +89,7 @@ def calibrate(
             )
         spread.move(turbo)
         calibration.quality = quality = measure_calibration(
-            turbo, calibration, records, beside_shipped(held_out, has_families), progress
+            turbo, calibration, records, beside_shipped(held_out, has_families), progress, precision
         )
     with working("writing"):
         calibration.save(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 from esm_turbo.assets import evaluation_proteins, named_proteins
@@ -38,8 +38,9 @@ def evaluate(
 ) -> None:
     """Measure accuracy and memory of presets on proteins that the calibration has not seen.
 
-    Compares the whole sequence recomputed, a context at full precision, and a compressed one. A file with any bad
-    record is refused. A list without values, as in `--extend-ks` alone, leaves that part out.
+    Compares the whole sequence recomputed, a context at full precision, and a compressed one; with `--precision`, also
+    the whole sequence in bfloat16. A file with any bad record is refused. A list without values, as in `--extend-ks`
+    alone, leaves that part out.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the 200 CATH domains that are shipped with the program.
@@ -58,6 +59,9 @@ def evaluate(
     records = read_fasta_strict(proteins, **asdict(letters))[:max_proteins]
     check_plot(plot)
     turbo = load_model(model, backend=backend)
+    reference = None
+    if model.precision is not None:
+        reference = load_model(replace(model, precision=None, dtype="bfloat16"), backend=backend)
     announce(turbo)
     with progress_bar("proteins") as progress:
         result = turbo.evaluate(
@@ -67,6 +71,7 @@ def evaluate(
             classes=[record.structural_class for record in records],
             extend_ks=extend_ks,
             refresh_ws=refresh_ws,
+            reference=reference,
             progress=progress,
         )
     if plot is not None:

@@ -40,6 +40,18 @@ def test_calibrate(esm, fasta, tmp_path, tiny_folder):
     assert turbo.prefill("MKTAY").bits_per_element < 16
 
 
+def test_what_eight_bits_cost_is_measured(esm, fasta, tmp_path, tiny_folder):
+    out = tmp_path / "c.safetensors"
+    result = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--precision", "fp8")
+    assert result.code == 0
+    assert "precision fp8: whole forwards against the model in bfloat16" in result.out
+    quality = Calibration.load(out).quality
+    assert quality.dtype == "bfloat16" and quality.eight_bits.every.kl_mean > 0
+    assert "precision fp8: whole forwards" in esm("info", out).out
+    refused = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--precision", "fp8", "--dtype", "float32")
+    assert refused.code == 2 and "needs a model in bfloat16, got torch.float32" in refused.error
+
+
 @pytest.mark.slow
 def test_workers_make_the_calibration_of_one_process(esm, fasta, tmp_path, tiny_folder):
     options = ["calibrate", fasta, "--model", tiny_folder, "--toks_per_batch", "50", "--threads", "1"]
