@@ -12,6 +12,7 @@ import torch
 from benchmarks.accuracy import (
     allocation,
     calibration_sets,
+    fp8,
     homologs,
     long_proteins,
     presets,
@@ -22,6 +23,7 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.cuda import calls, cold_start, decode_attention
+from benchmarks.cuda import fp8 as fp8_calls
 from benchmarks.harness.measure import Case
 from benchmarks.harness.models import Architecture
 from benchmarks.speed import calibration, context_store, e1, embedding, identity, scoring, short_contexts
@@ -31,6 +33,7 @@ from esm_turbo.tasks.embedding.windows import Windows
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
 ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, intermediate_size=10240)
+ESM2_15B = Architecture("15B, random weights", num_layers=48, num_heads=40, head_dim=128, intermediate_size=20480)
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,39 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         e1.random_cases,
         most_repeats=3,
     ),
+    "fp8_cuda": Benchmark(
+        "calls with eight-bit products, compared with bfloat16, in the 650M, 15B and ESM-C 6B geometries",
+        partial(
+            fp8_calls.cases,
+            [
+                fp8_calls.Geometry(
+                    ESM2_650M.name,
+                    fp8_calls.esm2(ESM2_650M),
+                    "esm2-mini",
+                    proteins=400,
+                    peptides=1000,
+                    speedups={"embedding": 1.38, "score": 1.4},
+                ),
+                fp8_calls.Geometry(
+                    "ESM-C 6B, random weights",
+                    fp8_calls.esmc_6b,
+                    "esmc-mini",
+                    proteins=60,
+                    peptides=256,
+                    speedups={"embedding": 1.65, "score": 1.62},
+                ),
+                fp8_calls.Geometry(
+                    ESM2_15B.name,
+                    fp8_calls.esm2(ESM2_15B),
+                    "esm2-mini",
+                    proteins=40,
+                    peptides=128,
+                    speedups={"embedding": 1.6},
+                ),
+            ],
+        ),
+        most_repeats=5,
+    ),
     "calibration_cuda": Benchmark(
         "a calibration on the shipped proteins, phase by phase, in the 650M and 3B geometries",
         lambda: chain(
@@ -249,6 +285,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "accuracy on each structural class by the class of a calibration",
         "class_shift",
         lambda limit: calibration_sets.class_cases(max_proteins=limit),
+    ),
+    "fp8": Experiment(
+        "what eight-bit products cost the small models of ESM-2 and ESM-C, by share of the products",
+        "fp8",
+        lambda limit: fp8.cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",

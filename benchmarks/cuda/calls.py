@@ -17,7 +17,17 @@ from transformers import EsmForMaskedLM
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import shipped_proteins
 from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, ratio, spread
+from benchmarks.harness.measure import (
+    Case,
+    Check,
+    Figures,
+    Target,
+    finished,
+    interleave,
+    largest_difference,
+    ratio,
+    spread,
+)
 from benchmarks.harness.models import Architecture, masked_lm, random_calibration, turbo_of
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
@@ -126,7 +136,7 @@ def _case(
 
     def measure(repeats: int) -> Figures:
         arms = {**ours, THEIRS: partial(_means, model, rows), PRODUCTS: partial(_products, architecture, tokens)}
-        seconds = spread(interleave({arm: [partial(_finished, call)] for arm, call in arms.items()}, repeats))
+        seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
         first, *others = ours
         return {
             "seconds": seconds,
@@ -328,7 +338,7 @@ class _Calls:
 
         @torch.no_grad()
         def measure(repeats: int) -> Figures:
-            seconds = spread(interleave({arm: [partial(_finished, call)] for arm, call in arms.items()}, repeats))
+            seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
             first, *others = arms
             return {
                 "seconds": seconds,
@@ -363,12 +373,6 @@ def without_graphs(turbo: TurboEsm) -> Iterator[None]:
         yield
     finally:
         turbo.model.esm.captures = True
-
-
-def _finished(call: Callable[[], object]) -> None:
-    """Run a call and wait for the device."""
-    call()
-    torch.cuda.synchronize()
 
 
 @torch.no_grad()

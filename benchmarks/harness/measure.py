@@ -130,6 +130,12 @@ def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int)
     return times
 
 
+def finished(call: Callable[[], object]) -> None:
+    """Run a call and wait for the CUDA device."""
+    call()
+    torch.cuda.synchronize()
+
+
 def spread(times: Mapping[str, Sequence[float]]) -> Figures:
     """p20, p50 and p80 of the seconds of each arm."""
     figures = {}
