@@ -22,7 +22,7 @@ from benchmarks.accuracy import (
     specificity,
     variant_effects,
 )
-from benchmarks.cuda import calls, cold_start, decode_attention
+from benchmarks.cuda import calls, cold_start, decode_attention, whole_forwards
 from benchmarks.cuda import fp8 as fp8_calls
 from benchmarks.harness.measure import Case
 from benchmarks.harness.models import Architecture
@@ -169,6 +169,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "all masked positions of a protein after homologs in the geometry of E1 600M, and by its reference code",
         e1.random_cases,
         most_repeats=3,
+    ),
+    "whole_forwards_cuda": Benchmark(
+        "embedding and prefill of whole proteins, compared with Hugging Face's model eager, compiled and unpadded",
+        partial(whole_forwards.cases, ESM2_650M),
+        most_repeats=5,
     ),
     "fp8_cuda": Benchmark(
         "calls with eight-bit products, compared with bfloat16, in the 650M, 15B and ESM-C 6B geometries",

@@ -119,23 +119,18 @@ def _case(
     toks_per_batch: int,
     targets: Sequence[Target],
 ) -> Case:
-    batches = token_batches([len(sequence) + 2 for sequence in sequences], toks_per_batch)[::-1]
-    encoded = [
-        turbo.tokenizer([sequences[index] for index in batch], padding=True, return_tensors="pt") for batch in batches
-    ]
-    rows = [(x.input_ids, x.attention_mask) for x in encoded]
+    rows = sorted_batches(turbo, sequences, toks_per_batch)
     tokens = sum(len(sequence) + 2 for sequence in sequences)
 
     def check() -> Check:
-        input_ids, mask = (x.to(model.device) for x in rows[-1])
-        with torch.no_grad():
-            theirs = model.esm(input_ids, mask).last_hidden_state
-            packed = turbo.model.esm(input_ids, mask, row_lengths=mask.sum(1).tolist()).last_hidden_state
-        error = largest_difference(packed[mask.bool()], theirs[mask.bool()])
-        return Check("hidden states against Hugging Face's model, largest difference", error, _TOLERANCE)
+        return check_hidden_states(model, turbo, rows[-1])
 
     def measure(repeats: int) -> Figures:
-        arms = {**ours, THEIRS: partial(_means, model, rows), PRODUCTS: partial(_products, architecture, tokens)}
+        arms = {
+            **ours,
+            THEIRS: partial(their_means, model.esm, rows),
+            PRODUCTS: partial(_products, architecture, tokens),
+        }
         seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
         first, *others = ours
         return {
@@ -375,13 +370,36 @@ def without_graphs(turbo: TurboEsm) -> Iterator[None]:
         turbo.model.esm.captures = True
 
 
+Batch = tuple[Tensor, Tensor]
+"""Token ids and attention mask, [batch, n] each."""
+
+
+def sorted_batches(turbo: TurboEsm, sequences: Sequence[str], toks_per_batch: int) -> list[Batch]:
+    """Proteins in padded batches of similar length, the longest first."""
+    batches = token_batches([len(sequence) + 2 for sequence in sequences], toks_per_batch)[::-1]
+    encoded = [
+        turbo.tokenizer([sequences[index] for index in batch], padding=True, return_tensors="pt") for batch in batches
+    ]
+    return [(x.input_ids, x.attention_mask) for x in encoded]
+
+
+def check_hidden_states(model: EsmForMaskedLM, turbo: TurboEsm, batch: Batch) -> Check:
+    """Packed hidden states against those of Hugging Face's model."""
+    input_ids, mask = (x.to(model.device) for x in batch)
+    with torch.no_grad():
+        theirs = model.esm(input_ids, mask).last_hidden_state
+        packed = turbo.model.esm(input_ids, mask, row_lengths=mask.sum(1).tolist()).last_hidden_state
+    error = largest_difference(packed[mask.bool()], theirs[mask.bool()])
+    return Check("hidden states against Hugging Face's model, largest difference", error, _TOLERANCE)
+
+
 @torch.no_grad()
-def _means(model: EsmForMaskedLM, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Mean embeddings in a plain loop, one copy to the host per batch."""
+def their_means(encoder: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
+    """Mean embeddings in a plain loop over an encoder of Hugging Face's, one copy to the host per batch."""
     means = []
     for input_ids, attention_mask in batches:
-        input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
-        states = model.esm(input_ids, attention_mask).last_hidden_state.float()
+        input_ids, attention_mask = input_ids.to(cuda_timing.DEVICE), attention_mask.to(cuda_timing.DEVICE)
+        states = encoder(input_ids, attention_mask).last_hidden_state.float()
         inside = attention_mask.roll(-1, 1)[..., None].float()
         inside[:, -1] = 0
         inside[:, 0] = 0

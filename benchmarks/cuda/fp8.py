@@ -17,13 +17,12 @@ from benchmarks.harness.embedded import SMALL_MODELS, shipped_proteins
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, finished, interleave, ratio, spread
 from benchmarks.harness.models import Architecture, random_calibration, random_sequences
+from benchmarks.harness.names import BF16, FEED_FORWARD, FP8
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.precision import all_products, quantize_products
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 
-BF16, FEED_FORWARD, FP8 = "bfloat16", "fp8, feed-forward networks", "fp8"
-"""Arms: no product in eight bits, those of the feed-forward networks, and all."""
 # Both arms round tokens to eight bits, and neighbouring codes where they differ.
 _TOLERANCE = 0.03
 _CONTEXT = 500
@@ -166,7 +165,8 @@ class _Calls:
 
         least = geometry.speedups.get(name.split()[0])
         targets = [] if least is None else [Target(("ratios", f"{BF16} / {FP8}"), at_least=least)]
-        return Case(name, geometry.name, shape, self._check, measure, targets)
+        case = f"{geometry.name.partition(',')[0]}: {name}"
+        return Case(case, geometry.name, shape, self._check, measure, targets)
 
     @torch.no_grad()
     def _check(self) -> Check:

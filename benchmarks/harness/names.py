@@ -16,6 +16,10 @@ SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 # Embeddings.
 SAME_BATCHES, FILE_ORDER, EMBED = "plain loop, same batches", "plain loop, file order, batches of 8", "turbo.embed"
 
+# Precision of products.
+BF16, FEED_FORWARD, FP8 = "bfloat16", "fp8, feed-forward networks", "fp8"
+"""No product in eight bits, those of the feed-forward networks, and all."""
+
 # Scoring and variant effects.
 SCREENS = (20, 100, 1000)
 """Numbers of candidates that share one context."""

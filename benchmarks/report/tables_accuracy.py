@@ -162,6 +162,19 @@ def refreshing() -> str:
     return table(head, rows) + size + source(found[0], "refreshing", " and ".join(models))
 
 
+def fp8() -> str:
+    """Whole forwards with some products in eight bits against float32."""
+    found = list(stored.newest("fp8", lambda figures: figures["case"]).values())
+    models, shares = [record["model"] for record in found], [record["figures"]["shares"] for record in found]
+    rows = [
+        [name, *(cell for of_model in shares for cell in (cosine(of_model[name]), small(of_model[name]["kl_mean"])))]
+        for name in shares[0]
+    ]
+    head = ["products in eight bits", *(title for model in models for title in (f"{model}: cosine (1 %)", "KL"))]
+    size = f"{found[0]['figures']['proteins']} domains, {found[0]['figures']['residues']:,} residues. "
+    return table(head, rows) + size + source(found[0], "fp8", " and ".join(models))
+
+
 def calibration_size() -> str:
     """KL of leave-one-out by the number of proteins of a calibration: the least and the largest of its draws."""
     sizes: dict[int, list[Record]] = {}
@@ -252,6 +265,7 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, homologs, homolog_errors, frozen_queries,
-        codecs, freezing, allocation, refreshing, calibration_size, class_shift, class_shift_paper, memory_by_geometry,
+        codecs, freezing, allocation, refreshing, fp8,
+        calibration_size, class_shift, class_shift_paper, memory_by_geometry,
     )
 }  # fmt: skip

@@ -8,10 +8,14 @@ from typing import Any
 
 from benchmarks.harness import stored
 from benchmarks.harness.names import (
+    BF16,
     COMPRESSED,
     E1_OURS,
     E1_PREFILL,
     E1_REFERENCE,
+    EMBED,
+    FEED_FORWARD,
+    FP8,
     LAYER,
     SDPA,
 )
@@ -108,6 +112,60 @@ def gpu_e1(records: Sequence[Record]) -> str:
     return table(head, rows) + _source(records, said)
 
 
+def gpu_fp8(records: Sequence[Record]) -> str:
+    """Calls with eight-bit products, in the geometries of three models."""
+    rows = []
+    for record in records:
+        figures = record["figures"]
+        rates = figures["per_second"]
+        rows.append([
+            figures["case"],
+            f"{rates[BF16]:,.0f} {figures['unit']}",
+            *(f"{rates[arm]:,.0f} ({_ratio(figures, f'{BF16} / {arm}')})" for arm in (FEED_FORWARD, FP8)),
+        ])  # fmt: skip
+    head = ["call", "bfloat16, per second", "feed-forward networks in fp8", "all products in fp8"]
+    said = "per second (speedup); a context of 500, arms in turn, wall time from strings to results"
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_one_card(records: Sequence[Record]) -> str:
+    """What fits beside the weights of a model on a card of 80 GB."""
+    rows = []
+    for record in {record["model"]: record for record in records}.values():
+        figures = record["figures"]
+        context, cells = figures["context_bytes"], []
+        for arm in (BF16, FP8):
+            weights = figures["weight_bytes"][arm]
+            cells += [f"{weights / 1e9:.1f}", f"{(_CARD - weights) / context:,.0f}"]
+        rows.append([record["model"], f"{context / 1e6:.1f}", *cells])
+    head = ["model", "context, MB", "weights in bfloat16, GB", "contexts beside", "in fp8, GB", "contexts beside"]
+    said = (
+        "Weights and a context of 500 residues as measured; the contexts beside them follow, where 72 of a card's 80 GB"
+        " serve weights and contexts, and 8 calls"
+    )
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_whole_forwards(records: Sequence[Record]) -> str:
+    """Embedding and prefill of whole proteins, and every way in which Hugging Face's model runs."""
+    arms = list(dict.fromkeys(arm for record in records for arm in record["figures"]["per_second"]))
+    rows = []
+    for record in records:
+        figures = record["figures"]
+        rows.append([
+            f"{figures['case']} tokens",
+            *(
+                f"{figures['per_second'][arm]:,.0f}{_times(figures, f'{arm} / {EMBED}')}"
+                if arm in figures["per_second"]
+                else "–"
+                for arm in arms
+            ),
+        ])  # fmt: skip
+    head = ["proteins", *(f"`{arm}`" if arm.startswith("turbo.") else f"Hugging Face's, {arm}" for arm in arms)]
+    said = "residues per second, padding not counted (how many times as fast `turbo.embed` is); means of residues"
+    return table(head, rows) + _source(records, said)
+
+
 def _call(arm: str) -> str:
     """An arm with its call in code font."""
     call, comma, rest = arm.partition(",")
@@ -119,6 +177,7 @@ def _decoding(shape: dict[str, Any]) -> str:
     return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
 
 
+_CARD = 72e9
 _OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
@@ -129,6 +188,9 @@ _SOURCES = {
     gpu_attention: "decode_attention_cuda",
     gpu_cold_start: "cold_start_cuda",
     gpu_e1: "e1_cuda",
+    gpu_fp8: "fp8_cuda",
+    gpu_one_card: "fp8_cuda",
+    gpu_whole_forwards: "whole_forwards_cuda",
 }
 
 
