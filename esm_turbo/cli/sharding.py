@@ -62,7 +62,7 @@ class Sharding:
             return
         if out is None:
             raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
-        self.out = shard_output(out, self.plan.shard)
+        self.out = shard_output(out, self.plan.shard, kind)
         self._manifest = Manifest(self.plan.shard, command, kind, input_digests(inputs))
 
     def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:

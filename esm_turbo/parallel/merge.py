@@ -22,7 +22,7 @@ from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_o
 from esm_turbo.store.files import StoreFiles
 from esm_turbo.store.partitions import PARTITION_FILE
 from esm_turbo.tasks.embedding.folder import merge_folders
-from esm_turbo.tasks.embedding.reading import merge_files
+from esm_turbo.tasks.embedding.one_file import merge_files
 from esm_turbo.tasks.scoring.merging import Row, ranked, with_other_targets
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
 
@@ -52,7 +52,7 @@ def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
         raise ShardError(f"{folder}: cannot be merged: {'; '.join([*state.problems, *(lacks if missing else [])])}")
     manifests = [manifest for _, manifest in sorted(state.manifests.items())]
     # A shard without any record of its own may have written nothing.
-    parts = [(manifest, shard_output(out, manifest.shard)) for manifest in manifests if manifest.files]
+    parts = [(manifest, shard_output(out, manifest.shard, manifest.kind)) for manifest in manifests if manifest.files]
     if not parts:
         raise ShardError(f"{folder}: no shard has any results")
     orders = [[number for number, _ in manifest.order] for manifest, _ in parts]

@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 SUFFIX = ".shards"
 
 Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]
-"""Contents of a shard: a table, a folder of embeddings or one file of them, or a store."""
+"""What shards are joined into: a table, a folder of embeddings or one file of them, or a store."""
 
 _MANIFEST = re.compile(r"_shard-(\d+)-of-(\d+)\.json")
 _DIVISION = "another division of the input"
@@ -48,7 +48,7 @@ class Manifest:
     Attributes:
         shard: its number, and of how many.
         command: that ran, such as `score`.
-        kind: what it holds.
+        kind: of the output.
         inputs: SHA-256 of every input, by name; from the second of one name on, with its number.
         settings: everything that determines its results, JSON values; the model's weights by their hash.
         run: what it used, see `RunInfo`.
@@ -132,9 +132,9 @@ def shards_folder(out: str | os.PathLike[str]) -> Path:
     return out.with_name(out.name + SUFFIX)
 
 
-def shard_output(out: str | os.PathLike[str], shard: Shard) -> Path:
-    """The path that a shard writes; its suffix is that of the output, which decides the format."""
-    return shards_folder(out) / f"{_stem(shard)}{Path(out).suffix}"
+def shard_output(out: str | os.PathLike[str], shard: Shard, kind: Kind = "table") -> Path:
+    """The path that a shard writes: for tables a file with the suffix of the output, and else a folder."""
+    return shards_folder(out) / (_stem(shard) + (Path(out).suffix if kind == "table" else ""))
 
 
 def manifest_name(shard: Shard) -> str:
@@ -177,7 +177,7 @@ def finish_shard(out: str | os.PathLike[str], manifest: Manifest) -> None:
     folder = shards_folder(out)
     path = folder / manifest_name(manifest.shard)
     with file_errors(path):
-        manifest.files.update(hashes(folder, shard_output(out, manifest.shard)))
+        manifest.files.update(hashes(folder, shard_output(out, manifest.shard, manifest.kind)))
         manifest.write(path)
 
 

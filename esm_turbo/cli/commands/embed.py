@@ -67,7 +67,7 @@ def embed(
 
     Args:
         proteins: FASTA file, plain or gzip.
-        out: Folder with one file per sequence; one file for HDF5 and Parquet.
+        out: Folder with one file per sequence, to which proteins may be added; one file for HDF5 and Parquet.
         repr_layers: Layers to save; 0 is the input of the first layer, negative numbers count from the last.
         include: What to save: mean and per-residue hidden states, the hidden state of the cls token (bos), predicted
             contacts, compressed caches. By default mean and per_tok; for Parquet, mean.
@@ -92,16 +92,18 @@ def embed(
     format = embedding_format(out, format)
     include = include or (("mean",) if format == "parquet" else ("mean", "per_tok"))
     kind: Kind = ONE_FILE.get(format, "embeddings")
+    # Shards are folders, of which `merge` makes the file.
+    written: EmbeddingFormat = "safetensors" if parallel.shard is not None and format in ONE_FILE else format
     sharding = Sharding("embed", kind, parallel.shard, out, [proteins])
     assert sharding.out is not None
     check_minimum(1, truncation_seq_length=truncation_seq_length, toks_per_batch=toks_per_batch)
     if store is not None and "cache" not in include:
         raise ValueError("--store keeps compressed caches; give --include cache as well")
-    from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS
+    from esm_turbo.tasks.embedding.one_file import ONE_FILE_FORMATS
     from esm_turbo.tasks.embedding.windows import Windows
 
     if format in ONE_FILE_FORMATS:
-        ONE_FILE_FORMATS[format].check(sharding.out, include)
+        ONE_FILE_FORMATS[format].check(out, include)
     windows = Windows.of(window, overlap, memory)
     good, bad = read_proteins(proteins, letters)
     colours = None
@@ -138,8 +140,8 @@ def embed(
                 good,
                 sharding.out,
                 request,
-                file_format=format,
-                names=names,
+                file_format=written,
+                names="hash" if written != format else names,
                 toks_per_batch=toks_per_batch,
                 truncation_seq_length=truncation_seq_length,
                 progress=progress,

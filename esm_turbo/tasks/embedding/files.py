@@ -10,9 +10,8 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,22 +43,20 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 """Results of a protein by flat name, such as `mean_representations.12`."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The embedding of a sequence, read from a file.
+class Row(NamedTuple):
+    """A protein in one file of many.
 
     Attributes:
+        identifier: of the protein.
+        name: hash of its whole sequence.
+        residues: of its whole sequence.
         arrays: its results.
-        key: hash of the sequence and the settings, see `PartFiles.key`; empty if it is damaged, None if the format has
-            none.
-        residues: of the whole sequence; 0 if the file does not say.
-        name: the hash of its sequence, or its label.
     """
 
+    identifier: str
+    name: str
+    residues: int
     arrays: Arrays
-    key: str | None = ""
-    residues: int = 0
-    name: str = ""
 
 
 def sequence_hash(sequence: str) -> str:
@@ -144,8 +141,8 @@ def write_embedding(path: Path, tensors: Mapping[str, torch.Tensor], metadata: M
     write_artifact(path, "embedding", FORMAT_VERSION, tensors, metadata)
 
 
-def read_entry(path: Path) -> Entry:
-    """Read the embedding in a file.
+def read_entry(path: Path) -> tuple[Arrays, str]:
+    """Read the embedding in a file, and the hash of the sequence and the settings that it was written with.
 
     Raises:
         ValueError: the file is missing, damaged or of another kind.
@@ -155,8 +152,7 @@ def read_entry(path: Path) -> Entry:
         tensors = pt_tensors(metadata)
     else:
         metadata, tensors = read_embedding(path)
-    arrays = {name: tensor.float().numpy() for name, tensor in tensors.items()}
-    return Entry(arrays, str(metadata.get("key", "")), metadata.get("residues", 0), path.stem)
+    return {name: tensor.float().numpy() for name, tensor in tensors.items()}, str(metadata.get("key", ""))
 
 
 def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -173,7 +173,7 @@ class FolderWriter:
             if name.endswith(CACHE_SUFFIX):
                 is_good = self._holds_context(path, sequence)
             else:
-                is_good = read_entry(path).key == self.parts.key(sequence)
+                is_good = read_entry(path)[1] == self.parts.key(sequence)
         # A cache of another model raises a ValueError.
         except ValueError:
             is_good = False
@@ -203,20 +203,25 @@ def merge_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[
         ValueError: the settings differ, or another process is writing to `out`.
         OSError: a file cannot be written.
     """
-    settings = read_settings(folders[0])
     with only_writer(out):
-        if (out / SETTINGS_FILE).exists():
-            check_same_settings(out, read_settings(out), settings)
-        index = EmbeddingIndex(out / INDEX_FILE)
-        identifiers: dict[int, str] = {}
-        for folder, order in zip(folders, orders, strict=True):
-            check_same_settings(folder, read_settings(folder), settings)
-            rows = EmbeddingIndex(folder / INDEX_FILE).rows
-            for number, (identifier, residues, *names) in zip(order, rows, strict=True):
-                for name in filter(None, names):
-                    link_file(folder / name, out / name)
-                index.add(identifier, int(residues), names)
-                identifiers[number] = identifier
-        link_file(folders[0] / SETTINGS_FILE, out / SETTINGS_FILE)
-        index.commit()
-        index.sort([identifier for _, identifier in sorted(identifiers.items())])
+        join_folders(out, folders, orders)
+
+
+def join_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
+    """Join folders as `merge_folders` does, into one that is locked already."""
+    settings = read_settings(folders[0])
+    if (out / SETTINGS_FILE).exists():
+        check_same_settings(out, read_settings(out), settings)
+    index = EmbeddingIndex(out / INDEX_FILE)
+    identifiers: dict[int, str] = {}
+    for folder, order in zip(folders, orders, strict=True):
+        check_same_settings(folder, read_settings(folder), settings)
+        rows = EmbeddingIndex(folder / INDEX_FILE).rows
+        for number, (identifier, residues, *names) in zip(order, rows, strict=True):
+            for name in filter(None, names):
+                link_file(folder / name, out / name)
+            index.add(identifier, int(residues), names)
+            identifiers[number] = identifier
+    link_file(folders[0] / SETTINGS_FILE, out / SETTINGS_FILE)
+    index.commit()
+    index.sort([identifier for _, identifier in sorted(identifiers.items())])

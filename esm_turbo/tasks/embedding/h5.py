@@ -1,9 +1,8 @@
 """Embeddings in one HDF5 file, as biotrainer reads them: one entry per sequence, named by its hash.
 
 An entry is a data set if one result is requested, and otherwise a group of data sets. Its attribute `original_id` is
-the protein's identifier; `other_ids` lists further proteins with the same sequence; `key` is a hash of the sequence and
-the settings, as in the other formats; `sha256` is a checksum of its content. The functions are those of a
-`OneFileFormat`.
+the protein's identifier; `other_ids` lists further proteins with the same sequence; `sha256` is a checksum of its
+content. The functions are those of a `OneFileFormat`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,8 @@ import numpy as np
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.extras import import_extra
 from esm_turbo.files.kinds import is_h5
-from esm_turbo.tasks.embedding.files import Arrays, Entry
+from esm_turbo.tasks.embedding.files import Arrays, Row
 from esm_turbo.tasks.embedding.request import RESULT_NAMES
-
-in_order = False
 
 
 def check(out: Path, include: Sequence[str]) -> None:
@@ -48,22 +44,21 @@ def settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def read(path: Path, joined: int = 1) -> Iterator[tuple[list[str], Entry]]:
-    """Yield the entries of a file with their identifiers; damaged ones without results and key."""
+def names(path: Path) -> dict[str, str]:
+    """The entry of each identifier, after its checksum is verified."""
+    found: dict[str, str] = {}
     with _opened(path) as file:
         for name in file:
-            identifiers, entry = [], Entry({}, name=name)
             try:
-                attributes = file[name].attrs
-                identifiers, arrays = _identifiers(file[name]), _arrays(file, name)
-                if attributes["sha256"] == _digest(arrays):
-                    entry = Entry(arrays, str(attributes["key"]), name=name)
+                if file[name].attrs["sha256"] != _digest(_arrays(file, name)):
+                    raise ValueError("an entry was altered")
+                found |= dict.fromkeys(_identifiers(file[name]), name)
             except MemoryError:
                 raise
             # A damaged structure can make h5py raise almost any other exception.
-            except Exception:
-                pass
-            yield identifiers, entry
+            except Exception as error:
+                raise ArtifactError(f"{path}: damaged ({name}: {error})") from error
+    return found
 
 
 def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
@@ -82,25 +77,26 @@ def proteins(path: Path) -> int:
             raise ArtifactError(f"{path}: damaged ({error})") from error
 
 
-def write(path: Path, settings: Mapping[str, Any], entries: Iterable[tuple[list[str], Entry]]) -> None:
+def write(path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:
     """Write a file."""
-    others: dict[str, list[str]] = defaultdict(list)
-    # Attributes above 64 KiB need the file format of HDF5 1.8.
-    with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
-        file.attrs["settings"] = json.dumps(dict(settings))
-        for (first, *more), entry in entries:
-            if entry.name in file:
-                others[entry.name] += [first, *more]
-                continue
-            for key, array in entry.arrays.items():
-                single = len(entry.arrays) == 1
-                file.create_dataset(entry.name if single else f"{entry.name}/{key.replace('.', '/')}", data=array)
-            attributes = {"sha256": _digest(entry.arrays), "key": entry.key, "original_id": first}
-            file[entry.name].attrs.update(attributes)
-            others[entry.name] += more
-        for name, identifiers in others.items():
-            if identifiers:
-                file[name].attrs["other_ids"] = identifiers
+    others: dict[str, list[str]] = {}
+    try:
+        # Attributes above 64 KiB need the file format of HDF5 1.8.
+        with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
+            file.attrs["settings"] = json.dumps(dict(settings))
+            for identifier, name, _, arrays in rows:
+                if name in others:
+                    others[name].append(identifier)
+                    continue
+                for key, array in arrays.items():
+                    file.create_dataset(name if len(arrays) == 1 else f"{name}/{key.replace('.', '/')}", data=array)
+                file[name].attrs.update({"sha256": _digest(arrays), "original_id": identifier})
+                others[name] = []
+            for name, identifiers in others.items():
+                if identifiers:
+                    file[name].attrs["other_ids"] = identifiers
+    except RuntimeError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 def _identifiers(entry: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""Embeddings in one file, of a format that is lost if its process dies while writing it.
+"""Embeddings in one file, which are exported from a folder when it is complete.
 
-So a run writes one file per sequence into a hidden folder beside it, from which an interrupted run resumes, and exports
-the folder to the one file at its end, with what the file held before.
+A run writes one file per sequence into a hidden folder beside the file, from which an interrupted run resumes. Proteins
+are added to folders alone: a file that exists is complete, or damaged and written again, or refused.
 """
 
 from __future__ import annotations
@@ -11,37 +11,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from esm_turbo.files.artifacts import ArtifactError
-from esm_turbo.files.writing import LOCK_FILE, file_errors, remove_temporaries, replacing
+from esm_turbo.files.kinds import INDEX_FILE
+from esm_turbo.files.writing import LOCK_FILE, locked_parts, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.options import EmbeddingFormat
+from esm_turbo.tasks.embedding import h5, parquet
 from esm_turbo.tasks.embedding.files import (
     Arrays,
-    Entry,
+    Row,
     SameSequence,
     check_same_settings,
     read_entry,
+    read_settings,
     sequence_hash,
-    write_embedding,
 )
-from esm_turbo.tasks.embedding.folder import FolderWriter
-from esm_turbo.tasks.embedding.index import moved_last
+from esm_turbo.tasks.embedding.folder import FolderWriter, join_folders
+from esm_turbo.tasks.embedding.index import EmbeddingIndex
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 
 class OneFileFormat(Protocol):
-    """A module that reads and writes such files. Entries are named by hashes of sequences.
+    """A module that reads and writes such files, whose entries are named by hashes of sequences.
 
     All functions raise an ImportError if the package that they need is missing, and those that read an ArtifactError
     (a ValueError) for a damaged file.
     """
-
-    @property
-    def in_order(self) -> bool:
-        """Whether entries are in the order of the proteins."""
 
     def check(self, out: Path, include: Sequence[str]) -> None:
         """Check, before any work is done, that the format holds these results and no other file is overwritten.
@@ -57,23 +54,22 @@ class OneFileFormat(Protocol):
             ValueError: it holds no embeddings of this package.
         """
 
-    def read(self, path: Path, joined: int = 1) -> Iterator[tuple[list[str], Entry]]:
-        """Yield the entries of a file with their identifiers; an entry may come again with other identifiers.
-
-        Args:
-            path: of the file.
-            joined: number of files that are read by turns, which share what is held in memory.
-        """
+    def names(self, path: Path) -> dict[str, str]:
+        """The entry of each identifier; the whole file is read and checked."""
 
     def find(self, path: Path, names: Sequence[str]) -> Iterator[Arrays]:
         """Yield the results of entries in the order of their names."""
 
-    def write(self, path: Path, settings: Mapping[str, Any], entries: Iterable[tuple[list[str], Entry]]) -> None:
-        """Write a file of entries with their identifiers.
+    def write(self, path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:
+        """Write a file.
 
         Raises:
             OSError: it could not be written.
         """
+
+
+ONE_FILE_FORMATS: dict[EmbeddingFormat, OneFileFormat] = {"h5": h5, "parquet": parquet}
+"""Formats of embeddings that are one file."""
 
 
 class OneFileWriter(FolderWriter):
@@ -81,17 +77,20 @@ class OneFileWriter(FolderWriter):
 
     Args:
         kind: format of the file.
-        out: the file; its entries are kept.
+        out: the file.
+        records: all proteins that it is to hold.
         parts: see `FolderWriter`, as are `settings`, `turbo` and `devices`.
 
     Raises:
-        ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
+        ValueError: the file or its parts hold embeddings made with other settings, the file lacks one of the proteins,
+            or it is not one of embeddings.
     """
 
     def __init__(
         self,
         kind: OneFileFormat,
         out: Path,
+        records: Sequence[ProteinRecord],
         parts: Path,
         settings: Mapping[str, Any],
         turbo: ContextModel,
@@ -99,62 +98,91 @@ class OneFileWriter(FolderWriter):
     ) -> None:
         super().__init__(parts, "safetensors", settings, turbo, devices=devices)
         self._kind, self._out = kind, out
-        # Of the existing file: the entry of each identifier, and the key of each entry; None if the format has none.
-        self._old: dict[str, str] = {}
-        self._keys: dict[str, str | None] = {}
         remove_temporaries(out.parent, out.name)
-        if not out.exists():
-            return
+        names = {record.id: sequence_hash(record.sequence) for record in records}
         try:
-            check_same_settings(out, kind.settings(out), settings)
-            for identifiers, entry in kind.read(out):
-                self._old |= dict.fromkeys(identifiers, entry.name)
-                self._keys[entry.name] = entry.key
+            self._is_complete = _holds(kind, out, settings, names)
         except ArtifactError:
-            # It is written again.
-            self._old, self._keys = {}, {}
+            self._is_complete = False
             self.damaged.append(os.fspath(out))
 
     def has(self, proteins: SameSequence) -> bool:
-        name = sequence_hash(proteins[0].sequence)
-        if self._keys.get(name, "") in (None, self.parts.key(proteins[0].sequence)):
-            return True
-        if self._keys.pop(name, None) is not None:
-            self.damaged.append(f"{self._out}, entry {name}")
-        return super().has(proteins)
+        return self._is_complete or super().has(proteins)
 
     def finish(self, records: Sequence[ProteinRecord]) -> None:
-        self.commit()
-        # An identifier whose sequence has changed moves to another entry.
-        names = self._old | {identifier: Path(file).stem for identifier, _, file, _ in self.index.rows}
-        names |= {record.id: sequence_hash(record.sequence) for record in records}
-        if self._kind.in_order:
-            # As in an index, so that the order does not depend on interruptions.
-            names = moved_last(names, [record.id for record in records])
-        if self.damaged or list(names.items()) != list(self._old.items()):
-            if self._keys:
-                self._import()
-            with replacing(self._out) as temporary:
-                found = ((identifier, self._part(name)) for identifier, name in names.items())
-                # A damaged entry that could not be computed again is left out.
-                entries = (([identifier], read_entry(part)) for identifier, part in found if part.exists())
-                self._kind.write(temporary, self._content | self.recorded, entries)
-        # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
-        for path in self.folder.iterdir():
-            if path.name != LOCK_FILE and path != self.parts.folder:
-                path.unlink()
+        super().finish(records)
+        if not self._is_complete:
+            _export(self._kind, self.folder, self._content | self.recorded, self._out, {one.id for one in records})
+        _remove_parts(self.folder, self.parts.folder)
 
-    def _import(self) -> None:
-        """Write the entries of the existing file as parts, too."""
-        for identifiers, entry in self._kind.read(self._out):
-            part = self._part(entry.name)
-            if entry.arrays and entry.name in self._keys and not part.exists():
-                metadata = {"label": identifiers[0], "key": entry.key or "", "residues": entry.residues}
-                tensors = {name: torch.from_numpy(array) for name, array in entry.arrays.items()}
-                with file_errors(part):
-                    temporary = self.parts.folder / part.name
-                    write_embedding(temporary, tensors, metadata)
-                    os.replace(temporary, part)
 
-    def _part(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
+def merge_files(
+    file_format: EmbeddingFormat, out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]
+) -> None:
+    """Join folders of embeddings, whose files are named by hashes, into one file.
+
+    Args:
+        file_format: `h5` or `parquet`.
+        out: the file to write; it may exist if it holds the same proteins, or is damaged.
+        folders: of the embeddings.
+        orders: see `folder.merge_folders`.
+
+    Raises:
+        ValueError: the settings differ, or `out` holds other proteins, or is a file of another kind.
+        ImportError: h5py or pyarrow is missing.
+        OSError: the file cannot be written.
+    """
+    kind = ONE_FILE_FORMATS[file_format]
+    settings = read_settings(folders[0])
+    del settings["format"]
+    kind.check(out, settings["include"])
+    with locked_parts(out) as parts:
+        join_folders(parts, folders, orders)
+        names = {identifier: Path(file).stem for identifier, _, file, _ in EmbeddingIndex(parts / INDEX_FILE).rows}
+        try:
+            is_complete = _holds(kind, out, settings, names)
+        except ArtifactError:
+            is_complete = False
+        if not is_complete:
+            _export(kind, parts, settings, out, names)
+        _remove_parts(parts)
+
+
+def _holds(kind: OneFileFormat, out: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    """True if a file holds all proteins, by identifier and hash of the sequence; False if there is none.
+
+    Raises:
+        ArtifactError: it is damaged.
+        ValueError: it lacks a protein, or was made with other settings.
+    """
+    if not out.exists():
+        return False
+    check_same_settings(out, kind.settings(out), settings)
+    missing = names.items() - kind.names(out).items()
+    if missing:
+        raise ValueError(
+            f"{out}: exists, and lacks {len(missing):,} of the proteins; they can be added to a folder, but not to one"
+            " file: give another file, or a folder"
+        )
+    return True
+
+
+def _export(
+    kind: OneFileFormat, folder: Path, settings: Mapping[str, Any], out: Path, identifiers: Iterable[str]
+) -> None:
+    """Write the embeddings of a folder into one file, atomically, in the order of its index."""
+    chosen = set(identifiers)
+    rows = (
+        Row(identifier, Path(file).stem, int(residues), read_entry(folder / file)[0])
+        for identifier, residues, file, _ in EmbeddingIndex(folder / INDEX_FILE).rows
+        if identifier in chosen
+    )
+    with replacing(out) as temporary:
+        kind.write(temporary, settings, rows)
+
+
+def _remove_parts(folder: Path, temporary: Path | None = None) -> None:
+    # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
+    for path in folder.iterdir():
+        if path.name != LOCK_FILE and path != temporary:
+            path.unlink()

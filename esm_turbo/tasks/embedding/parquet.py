@@ -27,14 +27,10 @@ from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import is_parquet
 from esm_turbo.files.parquet import METADATA_KEY, as_metadata, parquet_settings
 from esm_turbo.files.writing import file_errors
-from esm_turbo.tasks.embedding.files import Arrays, Entry
+from esm_turbo.tasks.embedding.files import Arrays, Row
 
 ROWS_PER_GROUP = 1024
 """Some 5 MB of the largest checkpoints' means."""
-# Of all tables that are joined: some 300 MB of the largest checkpoints' means.
-_ROWS_HELD = 65_536
-
-in_order = True
 
 
 def check(out: Path, include: Sequence[str]) -> None:
@@ -55,56 +51,54 @@ def settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def read(path: Path, joined: int = 1) -> Iterator[tuple[list[str], Entry]]:
-    """Yield the entries of a file in its order, each with one identifier; pages have checksums, which are verified."""
-    layers = settings(path)["repr_layers"]
-    with _damage(path):
-        rows = _rows(path, max(1, _ROWS_HELD // joined))
-        while group := list(islice(rows, len(layers))):
-            identifier, name, residues, *_ = group[0]
-            if [row[:4] for row in group] != [(identifier, name, residues, layer) for layer in layers]:
-                raise ValueError("it has other layers")
-            means = {f"mean_representations.{layer}": mean for *_, layer, mean in group}
-            yield [identifier], Entry(means, None, residues, name)
-
-
-def _rows(path: Path, held: int) -> Iterator[tuple[Any, ...]]:
-    """Rows of a table, of which `held` are in memory."""
-    metadata = pyarrow().parquet.read_metadata(path)
-    for number in range(metadata.num_row_groups):
-        for begin in range(0, metadata.row_group(number).num_rows, held):
-            # For a moment: more tables may be joined than may be open.
-            with pyarrow().parquet.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
-                table = file.read_row_group(number).slice(begin, held)
-            if not table.schema.equals(_schema(table.schema.field("mean").type.list_size, {})):
-                raise ValueError("it has other columns")
-            *cells, means = (column.combine_chunks() for column in table.columns)
-            if any(column.null_count for column in (*cells, means)):
-                raise ValueError("cells are empty")
-            states = np.asarray(means.flatten()).reshape(len(means), -1).copy()
-            yield from zip(*(column.to_pylist() for column in cells), states, strict=True)
+def names(path: Path) -> dict[str, str]:
+    """The entry of each identifier; pages have checksums, which are verified."""
+    return {identifier: name for identifier, name, _ in _read(path)}
 
 
 def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
     """Yield the means of sequences in the order of their names; all are in memory together."""
     wanted = set(names)
-    means = {entry.name: entry.arrays for _, entry in read(path) if entry.name in wanted}
+    means = {name: arrays for _, name, arrays in _read(path) if name in wanted}
     return (means[name] for name in names)
 
 
-def write(path: Path, settings: Mapping[str, Any], entries: Iterable[tuple[list[str], Entry]]) -> None:
+def _read(path: Path) -> Iterator[tuple[str, str, Arrays]]:
+    """Yield identifier, sequence hash and means of every protein."""
+    layers = settings(path)["repr_layers"]
+    with _damage(path), pyarrow().parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        rows = (row for number in range(file.num_row_groups) for row in _rows(file.read_row_group(number)))
+        while group := list(islice(rows, len(layers))):
+            identifier, name, residues, *_ = group[0]
+            if [row[:4] for row in group] != [(identifier, name, residues, layer) for layer in layers]:
+                raise ValueError("it has other layers")
+            yield identifier, name, {f"mean_representations.{layer}": mean for *_, layer, mean in group}
+
+
+def _rows(table: Any) -> Iterator[tuple[Any, ...]]:
+    """Rows of a table, the means as arrays."""
+    if not table.schema.equals(_schema(table.schema.field("mean").type.list_size, {})):
+        raise ValueError("it has other columns")
+    *cells, means = (column.combine_chunks() for column in table.columns)
+    if any(column.null_count for column in (*cells, means)):
+        raise ValueError("cells are empty")
+    states = np.asarray(means.flatten()).reshape(len(means), -1).copy()
+    return zip(*(column.to_pylist() for column in cells), states, strict=True)
+
+
+def write(path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:
     """Write a file."""
     arrow, layers, writer = pyarrow(), settings["repr_layers"], None
-    each = ((identifier, entry) for identifiers, entry in entries for identifier in identifiers)
+    rows = iter(rows)
     with contextlib.ExitStack() as opened:
         opened.enter_context(file_errors(path))
-        while group := list(islice(each, max(1, ROWS_PER_GROUP // len(layers)))):
-            means = np.stack([entry.arrays[f"mean_representations.{layer}"] for _, entry in group for layer in layers])
+        while group := list(islice(rows, max(1, ROWS_PER_GROUP // len(layers)))):
+            means = np.stack([row.arrays[f"mean_representations.{layer}"] for row in group for layer in layers])
             schema = _schema(means.shape[1], settings)
             columns = [
-                [identifier for identifier, _ in group for _ in layers],
-                [entry.name for _, entry in group for _ in layers],
-                [entry.residues for _, entry in group for _ in layers],
+                [row.identifier for row in group for _ in layers],
+                [row.name for row in group for _ in layers],
+                [row.residues for row in group for _ in layers],
                 layers * len(group),
                 arrow.FixedSizeListArray.from_arrays(arrow.array(means.reshape(-1)), means.shape[1]),
             ]

@@ -27,8 +27,7 @@ from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
 from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
 from esm_turbo.tasks.embedding.folder import FolderWriter
-from esm_turbo.tasks.embedding.one_file import OneFileWriter
-from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS
+from esm_turbo.tasks.embedding.one_file import ONE_FILE_FORMATS, OneFileWriter
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def embed_records(
     runner: Runner | None = None,
     plan: Plan | None = None,
 ) -> EmbeddingRun:
-    """Embed the proteins that a folder or file does not have yet.
+    """Embed the proteins that a folder does not have yet, or write all to one file.
 
     Proteins with the same sequence are computed once. A resumed run gives the same bits as an uninterrupted one if the
     proteins and `toks_per_batch` are the same; if that is None, on the same kind of device.
@@ -95,8 +94,9 @@ def embed_records(
         plan: which batches are computed; None is all.
 
     Raises:
-        ValueError: `out` holds embeddings made with other settings, or another process is writing to it; an identifier
-            has a tab or a line break, which the index cannot hold, or names two sequences.
+        ValueError: `out` holds embeddings made with other settings, is one file that lacks a protein, or another
+            process is writing to it; an identifier has a tab or a line break, which the index cannot hold, or names two
+            sequences.
         UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
         ImportError: h5py or pyarrow is missing.
     """
@@ -124,7 +124,7 @@ def embed_records(
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     rows = encode_rows(turbo.codes, sequences)
     failed: dict[str, str] = {}
-    with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
+    with embedding_writer(out, records, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)
         batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
         pieces = [[groups[index][0] for index in batch] for batch in batches]
@@ -170,6 +170,7 @@ def embed_records(
 @contextlib.contextmanager
 def embedding_writer(
     out: str | os.PathLike[str],
+    records: Sequence[ProteinRecord],
     file_format: EmbeddingFormat,
     settings: Mapping[str, Any],
     turbo: ContextModel,
@@ -181,6 +182,7 @@ def embedding_writer(
 
     Args:
         out: a folder, created if necessary, for `pt` and `safetensors`; a file for `h5` and `parquet`.
+        records: all proteins to embed.
         file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it,
             `parquet` a table of means.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
@@ -189,7 +191,8 @@ def embedding_writer(
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
-            another process is writing to it; or it is Parquet, and other results than means are requested.
+            another process is writing to it; or it is one file, and lacks one of the proteins, or the format does not
+            hold the results.
         ImportError: h5py or pyarrow is missing.
     """
     out = Path(out)
@@ -204,7 +207,7 @@ def embedding_writer(
     kind = ONE_FILE_FORMATS[file_format]
     kind.check(out, settings["include"])
     with locked_parts(out) as folder, locked_temporary(folder, "parts") as parts:
-        yield OneFileWriter(kind, out, parts, settings, turbo, devices)
+        yield OneFileWriter(kind, out, records, parts, settings, turbo, devices)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

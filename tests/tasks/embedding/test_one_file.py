@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import re
 import sys
 from itertools import chain
@@ -25,7 +24,8 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import h5, parquet
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.folder import merge_folders
-from esm_turbo.tasks.embedding.reading import ONE_FILE_FORMATS, embeddings_info, merge_files, read_embeddings
+from esm_turbo.tasks.embedding.one_file import ONE_FILE_FORMATS, merge_files
+from esm_turbo.tasks.embedding.reading import embeddings_info, read_embeddings
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, ids_of, proteins
 
@@ -131,22 +131,6 @@ def test_an_entry_shared_by_many_proteins(run, tmp_path):
         assert list(entry.attrs["other_ids"]) == [record.id for record in records[1:]]
 
 
-def test_rows_that_are_there_are_kept(means, tmp_path, computed, monkeypatch):
-    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 4)
-    records, out = proteins(), tmp_path / "m.parquet"
-    means(out, records[:3], toks_per_batch=1)
-    computed.clear()
-    assert means(out, [records[4], *records[1:3]], toks_per_batch=1).reused == 2
-    assert computed == [[records[4].sequence]]
-    means(tmp_path / "new.parquet", [records[index] for index in (0, 4, 1, 2)], toks_per_batch=1)
-    assert out.read_bytes() == (tmp_path / "new.parquet").read_bytes()
-    # A twin has rows of its own, which need no computation.
-    computed.clear()
-    assert means(out, [*proteins()[4:5], records[-1]], toks_per_batch=1).reused == 2 and not computed
-    assert pandas.read_parquet(out)["id"].tolist()[-1] == "twin"
-
-
-# HDF5 has checksums of entries alone, see below.
 @pytest.mark.parametrize(
     ("file_format", "damage"),
     [("h5", "cut"), ("h5", "empty"), ("parquet", "flip"), ("parquet", "cut"), ("parquet", "empty")],
@@ -178,22 +162,23 @@ def test_settings_that_cannot_be_read_are_damage(means, tmp_path, monkeypatch):
     assert h5_content(out) == expected
 
 
-@pytest.mark.parametrize("numbers", [(7,), (1, 7)], ids=["altered", "exchanged"])
-def test_damaged_entries_are_computed_again(means, tmp_path, computed, numbers):
+@pytest.mark.parametrize("change", ["altered", "exchanged"])
+def test_a_file_with_a_damaged_entry_is_written_again_or_refused(means, tmp_path, change):
     out = tmp_path / "e.h5"
-    means(out, toks_per_batch=1)
+    means(out)
     expected = h5_content(out)
-    names = [sequence_hash(proteins()[index].sequence) for index in numbers]
+    one, two = (sequence_hash(proteins()[index].sequence) for index in (1, 7))
     with h5py.File(out, "a") as file:
-        if len(names) == 1:
-            file[names[0]]["mean_representations/2"][4] += 1
+        if change == "altered":
+            file[two]["mean_representations/2"][4] += 1
         else:
-            file.move(names[0], "x"), file.move(names[1], names[0]), file.move("x", names[1])
-    computed.clear()
-    result = means(out, toks_per_batch=1)
-    assert sorted(result.damaged) == sorted(f"{out}, entry {name}" for name in names)
-    assert sorted(chain(*computed)) == sorted(proteins()[index].sequence for index in numbers)
-    assert h5_content(out) == expected
+            file.move(one, "x"), file.move(two, one), file.move("x", two)
+    if change == "altered":
+        assert means(out).damaged == [str(out)]
+        assert h5_content(out) == expected
+    else:
+        with pytest.raises(ValueError, match=r"e\.h5: exists, and lacks 2 of the proteins"):
+            means(out)
 
 
 def test_a_table_that_another_program_changed_is_computed_again(means, tmp_path):
@@ -204,6 +189,22 @@ def test_a_table_that_another_program_changed_is_computed_again(means, tmp_path)
         pyarrow.parquet.write_table(changed, out)
         assert means(out).damaged == [str(out)]
         assert out.read_bytes() == before
+
+
+@BOTH
+def test_a_file_that_is_complete_stays_and_takes_no_more(means, tmp_path, computed, file_format):
+    records, out = proteins(), tmp_path / f"m.{file_format}"
+    means(out, records[:5])
+    before = files(tmp_path)
+    computed.clear()
+    for again in (records[:5], records[1:3]):
+        result = means(out, again)
+        assert (result.written, result.reused, computed) == (len(again), len(again), [])
+    with pytest.raises(ValueError, match=r"exists, and lacks 2 of the proteins; they can be added to a folder"):
+        means(out, records[3:7])
+    with pytest.raises(ValueError, match="holds embeddings made with repr_layers"):
+        means(out, records[:5], layers=(0,))
+    assert files(tmp_path) == before
 
 
 @BOTH
@@ -335,71 +336,48 @@ def test_joined_folders_keep_what_is_there(run, tmp_path):
         merge_folders(tmp_path / "out", [tmp_path / "other"], [[0]])
 
 
-@pytest.mark.parametrize(
-    ("file_format", "rows_per_group", "rows_held"),
-    [("h5", 1, 1), ("parquet", 1, 9), ("parquet", 3, 3), ("parquet", 4096, 6), ("parquet", 4096, 65_536)],
-)
-def test_joined_files_are_in_the_order_of_the_input(
-    means, tmp_path, monkeypatch, file_format, rows_per_group, rows_held
-):
-    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", rows_per_group)
-    monkeypatch.setattr(parquet, "_ROWS_HELD", rows_held)
-    records, suffix = proteins(), f".{file_format}"
+@pytest.fixture
+def shard(means, tmp_path):
+    """`shard(name, numbers)` writes a folder with the means of some proteins, as a shard of one file does."""
 
-    def write(name: str, numbers: list[int]) -> Path:
-        path = tmp_path / f"{name}{suffix}"
-        means(path, [records[one] for one in numbers], toks_per_batch=1)
-        return path
+    def write(name: str, numbers: list[int], **options) -> Path:
+        means(tmp_path / name, [proteins()[one] for one in numbers], file_format="safetensors", names="hash", **options)
+        return tmp_path / name
 
+    return write
+
+
+@BOTH
+def test_joined_shards_are_in_the_order_of_the_input(means, shard, tmp_path, monkeypatch, file_format):
+    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 4)
     orders = {"a": [0, 3, 4, 8], "b": [1, 2, 7], "c": [5]}
-    paths = [write(name, order) for name, order in orders.items()]
-    whole = write("whole", sorted(chain(*orders.values())))
-    out = tmp_path / f"out{suffix}"
-    # Twice: what is there is replaced by the same.
-    for _ in range(2):
-        merge_files(file_format, out, paths, list(orders.values()))
-        assert content(out) == content(whole)
-    # What is there of other proteins is kept, and comes first.
-    merge_files(file_format, out, [write("d", [6, 5])], [[3, 9]])
-    numbers = [0, 1, 2, 3, 4, 7, 8, 6, 5]
-    assert content(out) == content(write("expected", numbers))
-
-
-@BOTH
-def test_more_files_than_may_be_open(means, tmp_path, file_format):
-    resource = pytest.importorskip("resource")
-    records = proteins(range(3, 43))[:40]
-    orders = [[index, 40 + index] for index in range(30)]
-    records += [ProteinRecord(f"more {index}", f"MK{record.sequence}") for index, record in enumerate(records)]
-    paths = [tmp_path / f"{index}.{file_format}" for index in range(30)]
-    for path, order in zip(paths, orders, strict=True):
-        means(path, [records[one] for one in order], toks_per_batch=1)
+    folders = [shard(name, order, toks_per_batch=1) for name, order in orders.items()]
     out, whole = tmp_path / f"out.{file_format}", tmp_path / f"whole.{file_format}"
-    means(whole, [records[one] for one in sorted(chain(*orders))], toks_per_batch=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, limits[1]))
-    try:
-        merge_files(file_format, out, paths, orders)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert content(out) == content(whole)
+    means(whole, [proteins()[one] for one in sorted(chain(*orders.values()))], toks_per_batch=1)
+    # Twice: what is there is the same; and over a damaged file.
+    for change in (None, None, DAMAGE["cut"]):
+        if change is not None:
+            change(out)
+        merge_files(file_format, out, folders, list(orders.values()))
+        assert content(out) == content(whole)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="exists, and lacks 1 of the proteins"):
+        merge_files(file_format, out, [shard("d", [6])], [[6]])
+    assert before.items() <= files(tmp_path).items()
 
 
 @BOTH
-def test_files_that_do_not_belong_together(means, tmp_path, file_format):
-    a, b, out, text = (tmp_path / f"{name}.{file_format}" for name in ("a", "b", "out", "text"))
-    means(a, proteins()[:2])
-    means(b, proteins()[2:4], layers=(0,))
+def test_shards_that_do_not_belong_together(means, shard, tmp_path, file_format):
+    a, b = shard("a", [0, 1]), shard("b", [2, 3], layers=(0,))
+    out, text, other = (tmp_path / f"{name}.{file_format}" for name in ("out", "text", "other"))
     text.write_text("text")
+    means(other, proteins()[:2], layers=(0,))
     for target, sources, orders, message in (
-        (out, [a, b], [[0, 1], [2, 3]], rf"b\.{file_format}: holds embeddings made with repr_layers"),
-        (b, [a], [[0, 1]], "holds embeddings made with repr_layers"),
+        (out, [a, b], [[0, 1], [2, 3]], "b: holds embeddings made with repr_layers"),
+        (other, [a], [[0, 1]], "holds embeddings made with repr_layers"),
         (text, [a], [[0, 1]], r"exists and is not an? (HDF5|Parquet) file"),
-        *(((out, [a], [order], "does not hold the proteins that its manifest names") for order in ([0], [1, 0]))
-          if file_format == "parquet" else ()),
-    ):  # fmt: skip
-        before = files(tmp_path)
+    ):
         with pytest.raises(ValueError, match=message):
             merge_files(file_format, target, sources, orders)
-        assert files(tmp_path) == before
+        assert not out.exists() and text.read_text() == "text"
