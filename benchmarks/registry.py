@@ -228,9 +228,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: presets.preset_cases(PRODUCT_PRESETS, max_proteins=limit),
     ),
     "accuracy_codecs": Experiment(
-        "the same for the codecs of other papers and packages",
+        "the same for the codecs of other papers and packages, leave-one-out alone",
         "accuracy",
-        lambda limit: presets.preset_cases(COMPARISON_PRESETS, max_proteins=limit),
+        lambda limit: presets.codec_cases(COMPARISON_PRESETS, max_proteins=limit),
     ),
     "families": Experiment(
         "the same for the package's presets with the small model of ESM-C",

@@ -1,4 +1,4 @@
-"""Accuracy and memory of presets on the small models: a case per protein set, with a row of every preset."""
+"""Accuracy and memory of presets on the small models: cases by protein set, with a row of every preset."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from esm_turbo.evaluate import Evaluation
 SETS = ("cath_val200", "long_human")
 """Evaluation sets: CATH domains below 350 residues, and human proteins of 600 to 1,022."""
 _EXTENSION: Mapping[str, Sequence[int]] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
+_NONE: Mapping[str, Sequence[int]] = {"extend_ks": ()}
 
 
 def preset_cases(
@@ -32,21 +33,46 @@ def preset_cases(
         model: one of `SMALL_MODELS`.
     """
     for name in sets:
-        yield Case(
-            name=name,
-            model=model,
-            shape={"dtype": "float32", "max_proteins": max_proteins},
-            check=functools.partial(_check, model),
-            measure=functools.partial(_measure, presets, name, max_proteins, model),
-        )
+        yield _case(name, name, presets, max_proteins, model, _EXTENSION)
+
+
+def codec_cases(
+    presets: Mapping[str, TurboConfig], sets: Sequence[str] = SETS, max_proteins: int | None = None
+) -> Iterator[Case]:
+    """Leave-one-out by every preset, each in a case of its own, so that one can be measured again."""
+    for name, config in presets.items():
+        for proteins in sets:
+            yield _case(f"{proteins}, {name}", proteins, {name: config}, max_proteins, EMBEDDED_MODEL.name, _NONE)
+
+
+def _case(
+    name: str,
+    proteins: str,
+    presets: Mapping[str, TurboConfig],
+    max_proteins: int | None,
+    model: str,
+    extension: Mapping[str, Sequence[int]],
+) -> Case:
+    return Case(
+        name=name,
+        model=model,
+        shape={"dtype": "float32", "max_proteins": max_proteins},
+        check=functools.partial(_check, model),
+        measure=functools.partial(_measure, proteins, presets, max_proteins, model, extension),
+    )
 
 
 def _measure(
-    presets: Mapping[str, TurboConfig], name: str, max_proteins: int | None, model: str, repeats: int
+    name: str,
+    presets: Mapping[str, TurboConfig],
+    max_proteins: int | None,
+    model: str,
+    extension: Mapping[str, Sequence[int]],
+    repeats: int,
 ) -> list[Figures]:
     begin = time.perf_counter()
     proteins = evaluation_set(name, max_proteins)
-    evaluation = evaluated(small_model(model), proteins, presets, **_EXTENSION)
+    evaluation = evaluated(small_model(model), proteins, presets, **extension)
     shared = {
         "proteins": f"{name}.fasta",
         "seconds_taken": round(time.perf_counter() - begin, 1),

@@ -14,8 +14,8 @@ from esm_turbo.codecs.peers.hybrid import HybridCodec
 from esm_turbo.codecs.peers.integer import Int4Codec, Int8Codec
 from esm_turbo.codecs.peers.kivi import KiviCodec
 from esm_turbo.codecs.peers.polarquant import PolarQuantCodec
-from esm_turbo.codecs.peers.qjl import QjlCodec
-from esm_turbo.codecs.peers.spectral import SpectralCodec
+from esm_turbo.codecs.peers.qjl import QjlCodec, QjlOutlierCodec
+from esm_turbo.codecs.peers.spectral import Spectral8Codec, SpectralCodec, SpectralLayersCodec
 from esm_turbo.codecs.peers.turboquant import TurboQuantCodec, TurboQuantProdCodec
 from esm_turbo.codecs.turbo import TurboCodec
 from esm_turbo.config import Geometry, TurboConfig
@@ -32,8 +32,11 @@ CODECS: dict[str, type[KVCodec]] = {
     "kivi": KiviCodec,
     "polarquant": PolarQuantCodec,
     "qjl": QjlCodec,
+    "qjl_outliers": QjlOutlierCodec,
     "quanto": QuantoCodec,
     "spectral": SpectralCodec,
+    "spectral8": Spectral8Codec,
+    "spectral_layers": SpectralLayersCodec,
     "turboquant": TurboQuantCodec,
     "turboquant_prod": TurboQuantProdCodec,
 }

@@ -56,10 +56,15 @@ def encode(
             unquantised = {"keys": special[0].to(torch.bfloat16), "values": special[1].to(torch.bfloat16)}
         encoded.append((packed, unquantised, summary))
     packed, unquantised, summary = (
-        {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
-        for rows in zip(*encoded, strict=True)
+        {name: _cat([tensors[name] for tensors in rows]) for name in rows[0]} for rows in zip(*encoded, strict=True)
     )
     return packed, unquantised, summary
+
+
+def _cat(rows: list[Tensor]) -> Tensor:
+    """Rows in one tensor; what is stored per row may be longer for a longer row, in the fourth dimension."""
+    longest = max(row.shape[3] for row in rows)
+    return torch.cat([functional.pad(row, [0, 0] * (row.dim() - 4) + [0, longest - row.shape[3]]) for row in rows])
 
 
 def extend_attention(

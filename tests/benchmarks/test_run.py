@@ -144,6 +144,8 @@ def test_there_are_no_cases_without_a_device(name: str, monkeypatch: pytest.Monk
 
 
 def test_accuracy_covers_every_preset_and_set_once() -> None:
-    cases = [case.name for name in ("accuracy", "accuracy_codecs") for case in EXPERIMENTS[name].cases(None)]
-    assert cases == ["cath_val200", "long_human"] * 2
+    cases = {name: [case.name for case in EXPERIMENTS[name].cases(None)] for name in ("accuracy", "accuracy_codecs")}
+    sets = ["cath_val200", "long_human"]
+    assert cases["accuracy"] == sets
+    assert cases["accuracy_codecs"] == [f"{proteins}, {preset}" for preset in COMPARISON_PRESETS for proteins in sets]
     assert set(PRESETS) == {*PRODUCT_PRESETS, *COMPARISON_PRESETS}

@@ -50,12 +50,16 @@ def unpack_symmetric(kind: str, packed: Packed, bits: int) -> Tensor:
     return (unpack_codes(packed[f"{kind}_codes"], bits).float() - limit) * packed[f"{kind}_scales"].float()
 
 
+def to_float16(x: Tensor) -> Tensor:
+    """x in float16, clipped to its range."""
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest).to(torch.float16)
+
+
 def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and zero, float16, for numbers from `low` to `high`, clipped to the range of float16."""
-    largest = torch.finfo(torch.float16).max
-    zero = low.clamp(-largest, largest).to(torch.float16)
-    scale = ((high - zero.float()) / (2**bits - 1)).clamp(0, largest).to(torch.float16)
-    return scale, zero
+    zero = to_float16(low)
+    return to_float16(((high - zero.float()) / (2**bits - 1)).clamp_min(0)), zero
 
 
 def codes_in_range(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from esm_turbo import KVCalibrator, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import CODECS, DataFreeCodec, codec_class, codec_without_calibration
+from esm_turbo.codecs.peers.grouped import GroupedCodec
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS, PRODUCT_PRESETS, Geometry, TurboConfig
 from tests.helpers.peer_codecs import HEAD_DIMS, decoded, make_codec, normal, relative_mse, stored_scores
 
@@ -19,7 +20,8 @@ RandomProteins = Callable[..., tuple[Tensor, Tensor]]
 
 DATA_FREE = [name for name, config in COMPARISON_PRESETS.items() if issubclass(codec_class(config), DataFreeCodec)]
 CALIBRATED = sorted(set(COMPARISON_PRESETS) - set(DATA_FREE))
-APPENDABLE = [name for name in COMPARISON_PRESETS if not name.startswith("kivi")]
+GROUPED = [name for name in COMPARISON_PRESETS if issubclass(codec_class(COMPARISON_PRESETS[name]), GroupedCodec)]
+APPENDABLE = [name for name in COMPARISON_PRESETS if name not in GROUPED]
 """Presets whose caches can be appended to."""
 
 
@@ -78,41 +80,57 @@ BYTES = {
     "polarquant4": [(12 + 2 + 1 + 2, 12 + 2), (32 + 2 + 2 + 2, 32 + 2)],
     "polarquant3": [(9 + 2 + 1 + 2, 9 + 2), (24 + 2 + 2 + 2, 24 + 2)],
     "qjl": [(6 + 2, 6 + 4), (16 + 2, 16 + 8)],
+    "qjl_outliers": [(1 + 6 + 2 + 6 + 2, 6 + 4), (1 + 16 + 2 + 16 + 2, 16 + 8)],
     "spectral": [(4 + 4 + 2, 12 + 2), (8 + 8 + 2, 32 + 2)],
+    "spectral8": [(4 + 8 + 2, 24 + 2), (8 + 16 + 2, 64 + 2)],
+    # Of isotropic keys, the largest 24 of 32 pairs hold 0.75 (1 - log 0.75) = 96.6 % of the energy, and 20 hold 92 %.
+    "spectral_layers": [(12 + 12 + 2, 12 + 2), (24 + 24 + 2, 32 + 2)],
     "fp8": [(24, 24), (64, 64)],
     "int8": [(24 + 2, 24 + 2), (64 + 2, 64 + 2)],
     "int4": [(12 + 2, 12 + 2), (32 + 2, 32 + 2)],
-    "kivi4": [(12 + 1, 12 + 4), (32 + 1, 32 + 8)],
-    "kivi2": [(6 + 1, 6 + 4), (16 + 1, 16 + 8)],
+    # The place in the tail is of both.
+    "kivi4": [(12 + 2, 12 + 4), (32 + 2, 32 + 8)],
+    "kivi2": [(6 + 2, 6 + 4), (16 + 2, 16 + 8)],
+}
+ROWS = {
+    # codec: bytes of one row and head, given tokens and head size: two groups or three, and KIVI's tail.
+    "kivi": lambda tokens, dim: tokens // 32 * dim * 4 + (tokens % 32 + 32) * dim * 2,
+    "qjl_outliers": lambda tokens, dim: -(-tokens // 32) * (dim // 16),
 }
 
 
 @pytest.mark.parametrize("head_dim", [24, 64])
 @pytest.mark.parametrize("preset", COMPARISON_PRESETS)
 def test_bytes_counted_by_hand(preset: str, head_dim: int) -> None:
-    tokens, heads = 64, 2
+    tokens, heads = 70, 2
     codec = make_codec(preset, head_dim, heads=heads)
     x = normal(1, heads, tokens, head_dim)
     packed = codec.encode(0, x, x)
     sizes = {"key": 0, "value": 0, "row": 0}
     for name, tensor in packed.items():
-        per_token = tensor.shape[2] == tokens
-        sizes[name.split("_")[0].removesuffix("s") if per_token else "row"] += tensor.nbytes
+        kind = "key" if name.startswith("tail") else name.split("_")[0].removesuffix("s")
+        sizes[kind if tensor.shape[2] == tokens else "row"] += tensor.nbytes
     key, value = BYTES[preset][HEAD_DIMS[1::2].index(head_dim)]
-    # KIVI's scales and zeros: two float16 for each channel of each group of 32 tokens.
-    row = tokens // 32 * head_dim * 4 if preset.startswith("kivi") else 0
+    row = ROWS.get(preset.rstrip("24"), lambda *_: 0)(tokens, head_dim)
     assert sizes == {"key": tokens * heads * key, "value": tokens * heads * value, "row": heads * row}
 
 
 def test_cache_counts_all_that_is_stored(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
     """Four heads of 16, two layers: codes, norms, group bytes and rows, and one byte per token for its id."""
     ids, _ = random_proteins([64])
-    expected = {"turboquant3": 64 * (6 + 2) * 2, "kivi2": 64 * ((4 + 1) + (4 + 4)) + 2 * 16 * 4}
+    expected = {
+        "turboquant3": 64 * (6 + 2) * 2,
+        # Codes, then two groups, 32 values of a tail and one unused key.
+        "kivi2": 64 * ((4 + 2) + (4 + 4)) + 2 * 16 * 4 + (32 + 1) * 16 * 2,
+        "qjl_outliers": 64 * ((1 + 4 + 2 + 4 + 2) + (4 + 4)) + 2 * 1,
+    }
     for preset, head_bytes in expected.items():
         model = tiny_model(preset=preset)
         with torch.no_grad():
             cache = model(ids, use_cache=True).past_key_values
-        assert cache.nbytes == 2 * 4 * head_bytes + 64 + 8
+        # In the first of the two layers, QJL's keys have twice as many signs and their outliers half as many.
+        more = 64 * 2 if preset == "qjl_outliers" else 0
+        assert cache.nbytes == 4 * (2 * head_bytes + more) + 64 + 8
         assert cache.bits_per_element == pytest.approx(8 * cache.nbytes / (2 * 2 * 4 * 16 * 64))
 
 
@@ -172,7 +190,7 @@ def test_fit_is_deterministic(preset: str) -> None:
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(tensor.dtype == torch.float32 and len(tensor) == 1 for tensor in first.values())
-    random = {"turboquant", "turboquant_prod", "hybrid", "polarquant", "qjl"}
+    random = {"turboquant", "turboquant_prod", "hybrid", "polarquant", "qjl", "qjl_outliers"}
     other = make_codec(replace(PRESETS[preset], seed=1), 24).state
     differs = any(not torch.equal(first[name], other[name]) for name in first)
     assert differs == (PRESETS[preset].codec in random)

@@ -9,14 +9,35 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import rotate
+from esm_turbo.codecs.peers.spectral import retained_energy
 from tests.helpers.peer_codecs import make_codec, normal
 
 
-def test_spectral_bytes_are_the_published_ones():
-    """F = 12 pairs of head size 128: 12 indices, 12 bytes of coefficients, and 2 for the scale."""
-    codec = make_codec("spectral", 128)
+@pytest.mark.parametrize(("preset", "expected"), [("spectral", 12 + 12 + 2), ("spectral8", 16 + 32 + 2)])
+def test_spectral_bytes_are_the_published_ones(preset: str, expected: int) -> None:
+    """Of a head size of 128: indices, coefficients and a scale, 26 and 50 bytes."""
+    codec = make_codec(preset, 128)
     packed = codec.encode(0, normal(1, 2, 1, 128), normal(1, 2, 1, 128))
-    assert sum(packed[name].nbytes for name in packed if name.startswith("key")) == 2 * 26
+    assert sum(packed[name].nbytes for name in packed if name.startswith("key")) == 2 * expected
+
+
+def test_spectral_layers_keep_what_holds_the_energy() -> None:
+    """Half of the pairs hold 99 % of the energy, in the mean over keys; of equal pairs almost all are needed."""
+    concentrated = torch.where(torch.arange(128) % 64 < 32, 10.0, 1.0)
+    kept = {}
+    for name, std in (("concentrated", concentrated), ("equal", torch.ones(128))):
+        codec = make_codec("spectral_layers", 128, channel_std=std)
+        x = normal(1, 2, 200, 128) * std
+        packed = codec.encode(0, x, x)
+        kept[name] = packed["key_pairs"].shape[-1]
+        energy = codec.decode(0, packed | {"key_scales": packed["key_scales"]})[0].square().sum(-1) / x.square().sum(-1)
+        assert float(energy.mean()) == pytest.approx(0.95, abs=0.03)
+    assert kept["concentrated"] < 32 < kept["equal"] < 64
+
+
+def test_retained_energy_is_that_of_the_largest_pairs() -> None:
+    share = retained_energy(torch.tensor([[3.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.0]]).numpy())
+    assert share[0].tolist() == pytest.approx([9 / 14, 13 / 14, 1, 1])
 
 
 def keys_of_distinct_pairs(tokens: int, head_dim: int) -> Tensor:
