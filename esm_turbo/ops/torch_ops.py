@@ -19,6 +19,9 @@ __all__ = ["encode", "extend_attention", "gelu", "rotate", "take_tokens"]
 _SLICE_ELEMENTS = 2**19
 # Bounds of a slice in tokens. The upper one keeps small models from decoding whole contexts at once.
 _SLICE_TOKENS = (16, 512)
+# Queries of a context from which it is decoded as a whole, on a CPU: PyTorch's attention, which keeps no scores, then
+# takes a ninth of the time for ten thousand queries, a quarter for a thousand and a half for two hundred.
+_DECODED_QUERIES = 128
 _LOWEST = -1e30
 
 
@@ -154,10 +157,18 @@ def _read_by(context: PackedContext, group: Group) -> PackedContext:
 
 def _attend_past(query: Tensor, context: PackedContext, codec: KVCodec, layer_idx: int) -> tuple[Tensor, Tensor] | None:
     """Attention to the context alone: float32 [B, H, n, D], and log-sum-exp [B, H, n, 1]; None if it is empty."""
-    rows = next(iter(context.packed.values())).shape[0]
+    rows, _, stored = next(iter(context.packed.values())).shape[:3]
     folded = _fold(query.float(), rows)
+    has_protected = bool(context.protected) and context.protected["keys"].shape[2] > 0
+    # The kernel has no gradient of the log-sum-exp.
+    sees_all = context.mask is None and not has_protected and not query.requires_grad
+    if query.device.type == "cpu" and stored and folded.shape[2] >= _DECODED_QUERIES and sees_all:
+        keys, values = (x.float() for x in codec.decode(layer_idx, context.packed | context.rows))
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = attend(folded, keys, values, scale=1.0)
+        return _unfold(output, query.shape), _unfold(lse[..., None], query.shape)
     past = _OnlineSoftmax(folded)
-    if context.protected and context.protected["keys"].shape[2]:
+    if has_protected:
         mapped = codec.map_query(layer_idx, folded)
         past.add_scores(*mapped, context.protected["keys"].float(), context.protected_mask)
         past.add_values(context.protected["values"].float())

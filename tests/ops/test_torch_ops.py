@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,22 @@ def test_rows_name_their_contexts(preset: str, case: dict[str, object]) -> None:
     for module in (torch_ops, reference):
         found = module.extend_attention(*made.arguments, codec, LAYER)
         assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3", "paper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [{"shared": True, "batch": 40}, {"shared": True, "batch": 1, "n": 130}, {"batch": 2, "n": 150}],
+    ids=["shared", "one", "own"],
+)
+def test_many_queries_of_a_context(preset: str, dtype: torch.dtype, case: dict[str, int]) -> None:
+    """As few: to 1e-5 of the largest output in float32, and its last bit in bfloat16. Some new tokens are hidden."""
+    made = make_case(codec_of(preset, 16), **{"n": 5, "columns": 150, "dtype": dtype} | case)
+    made = replace(made, mask=torch.arange(made.query.shape[2]).expand(len(made.query), -1) > 2)
+    made = replace(made, seen=torch.cat([made.seen[:, : -made.query.shape[2]], made.mask], dim=1))
+    expected = made.expected()
+    found = torch_ops.extend_attention(*made.arguments, codec_of(preset, 16), LAYER)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-8
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
