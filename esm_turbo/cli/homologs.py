@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from esm_turbo.turbo_esm import TurboEsm
 
 
-@Parameter(name="*", group=Group("Homologs"))
+_GROUP = Group("Homologs")
+
+
+@Parameter(name="*", group=_GROUP)
 @dataclass(frozen=True, kw_only=True)
-class HomologOptions:
+class FamilyOptions:
     """Homologs that the protein is read after, by families with exact contexts, such as E1."""
 
     homologs: Annotated[
@@ -40,6 +43,14 @@ class HomologOptions:
         MANY,
         Parameter(help="Largest share of the protein's residues that a homolog may have; one or several caps."),
     ] = (DEFAULT_MAX_SIMILARITY,)
+    seed: Annotated[int, Parameter(help="Seed of the first context that is drawn; the next ones have the next.")] = 0
+
+
+@Parameter(name="*", group=_GROUP)
+@dataclass(frozen=True, kw_only=True)
+class HomologOptions(FamilyOptions):
+    """The same of a command that scores the protein."""
+
     freeze_query: Annotated[
         bool,
         Parameter(
@@ -47,7 +58,6 @@ class HomologOptions:
             " position: faster, and no longer exact."
         ),
     ] = False
-    seed: Annotated[int, Parameter(help="Seed of the first context that is drawn; the next ones have the next.")] = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class DrawnHomologs:
     freeze_query: bool = False
 
     @classmethod
-    def of(cls, options: HomologOptions, records: Sequence[ProteinRecord], unknown: str | None) -> DrawnHomologs:
+    def of(cls, options: FamilyOptions, records: Sequence[ProteinRecord], unknown: str | None) -> DrawnHomologs:
         """Draw contexts from the family of the only protein.
 
         Args:
@@ -79,10 +89,9 @@ class DrawnHomologs:
         """
         path = options.homologs
         if path is None:
-            if options != HomologOptions():
-                raise ValueError(
-                    "--context-tokens, --max-similarity, --freeze-query and --seed are for --homologs; name the family"
-                )
+            if options != type(options)():
+                *names, last = (f"--{one.name.replace('_', '-')}" for one in fields(options) if one.name != "homologs")
+                raise ValueError(f"{', '.join(names)} and {last} are for --homologs; name the family")
             return cls(None)
         if len(records) != 1:
             raise ValueError(f"--homologs {path} is the family of one protein; there are {len(records)}")
@@ -94,12 +103,17 @@ class DrawnHomologs:
         sizes = sorted({len(one.ids) for one in contexts})
         drawn = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         say(f"{path}: {counted(len(contexts), 'context')} of {drawn} of {counted(len(family), 'homolog')}")
-        return cls(path, contexts, options.freeze_query)
+        return cls(path, contexts, isinstance(options, HomologOptions) and options.freeze_query)
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Homologs of each context."""
         return tuple(one.sequence for one in self.contexts)
+
+    @property
+    def records(self) -> list[ProteinRecord]:
+        """The contexts as records, by number."""
+        return [ProteinRecord(f"context {number}", text) for number, text in enumerate(self.texts, start=1)]
 
     def check_model(self, turbo: TurboEsm) -> None:
         """Check that a model reads the homologs.

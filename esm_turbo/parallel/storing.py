@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from esm_turbo.context_store import ContextStore
-from esm_turbo.proteins.batches import encode_rows, remaining_batches
+from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress
@@ -59,7 +59,7 @@ def store_sequences(
     """Add contexts to a store, see `ContextStore.add`.
 
     Args:
-        sequences: residues of the proteins.
+        sequences: residues of the proteins; where contexts are homologs, those of each, separated by commas.
         toks_per_batch: padded tokens per batch; None is 16,384 where CUDA devices compute them, and else 4,096.
         runner: where batches are computed; None is this process.
         plan: which batches are computed; None is all.
@@ -71,7 +71,7 @@ def store_sequences(
         OSError: contexts that others have computed are not in this store: its folder is not theirs.
     """
     toks_per_batch = protein_tokens(toks_per_batch, turbo, None if runner is None else runner.devices)
-    rows = encode_rows(turbo.codes, sequences, eos=False)
+    rows = turbo.encode_contexts(sequences)
     first = {row.tobytes(): index for index, row in reversed([*enumerate(rows)])}
     unique = sorted(first.values())
     lengths = [len(rows[index]) for index in unique]

@@ -18,6 +18,7 @@ FILES = "--unknown --remove-gaps --accessions --json"
 SAMPLING = (
     "--num-return-sequences --top-k --top-p --temperature --per-step --sweeps --allowed --banned --seed --refresh"
 )
+FAMILY = "--homologs --max-similarity --context-tokens --seed"
 OPTIONS = {
     "calibrate": f"{FILES} {MODEL} {PARALLEL} --plot --out --max-residues --toks-per-batch",
     "embed": f"{FILES} {STORED} {PARALLEL} --plot --repr-layers --include --toks-per-batch --truncation-seq-length"
@@ -26,13 +27,12 @@ OPTIONS = {
     " --toks-per-batch --out",
     "binders": f"{FILES} {STORED} {SAMPLING} --length --template --arm --top --toks-per-batch --out"
     " --background --sort-by",
-    "store": f"{FILES} {CACHES} {PARALLEL} --toks-per-batch",
+    "store": f"{FILES} {CACHES} {PARALLEL} {FAMILY} --toks-per-batch",
     "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --backend",
     "score": f"{FILES} {STORED} {PARALLEL} --plot --arm --refresh --place --top --top-k --toks-per-batch --out"
     " --backend --background --sort-by --rescore --unknown-residues --pairs --matrix",
     "variants": f"{FILES} {STORED} {PARALLEL} --plot --method --arm --refresh --first-position"
-    " --homologs --max-similarity --context-tokens --seed --freeze-query --mutant-column"
-    " --protein-column --measured --top --toks-per-batch --out --backend",
+    f" {FAMILY} --freeze-query --mutant-column --protein-column --measured --top --toks-per-batch --out --backend",
     "serve": f"{STORED} --host --port --token-file --allowed-host --max-residues --max-candidates --max-contexts"
     " --queue --timeout --resident-mib --toks-per-batch --backend",
     "status": "--json",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.homologs import DrawnHomologs, FamilyOptions
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, read_proteins, readable
 from esm_turbo.cli.interrupts import interrupts
 from esm_turbo.cli.options import (
@@ -33,6 +34,7 @@ def store(
     *,
     toks_per_batch: ProteinBatchTokens = None,
     json: JsonFile = None,
+    homologs: FamilyOptions = FamilyOptions(),
     letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
     parallel: ParallelOptions = ParallelOptions(),
@@ -43,24 +45,29 @@ def store(
     where it stopped. Bad records are reported at the end; all others are stored. They serve generate --max-new-tokens,
     embed --include cache and score --place empty; score and variants add those that they need to a --store themselves.
 
+    With --homologs, what is stored is contexts of E1, drawn as by variants with the same options; their ids, with which
+    a service is asked, are printed.
+
     Args:
-        proteins: FASTA file, plain or gzip.
+        proteins: FASTA file, plain or gzip; with --homologs, of the protein whose family it is.
         folder: Folder of the store, created if needed.
     """
     spread = Spread.of(parallel, model)
     check_minimum(1, toks_per_batch=toks_per_batch)
-    sharding = Sharding("store", "contexts", parallel.shard, folder, [proteins])
+    sharding = Sharding("store", "contexts", parallel.shard, folder, [proteins, homologs.homologs])
     assert sharding.out is not None
     good, bad = read_proteins(proteins, letters)
+    drawn = DrawnHomologs.of(homologs, good, letters.unknown)
     turbo = spread.load()
-    good = readable(turbo, proteins, good, bad)
-    from esm_turbo.context_store import ContextStore
+    drawn.check_model(turbo)
+    good = drawn.records or readable(turbo, proteins, good, bad)
+    from esm_turbo.context_store import ContextStore, context_key
     from esm_turbo.parallel.storing import store_sequences
     from esm_turbo.tasks.common.forwards import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
 
     toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)
-    settings = {"toks_per_batch": toks_per_batch, **asdict(letters)}
+    settings = {"toks_per_batch": toks_per_batch, **asdict(letters)} | drawn.to_dict()
     if sharding.is_done(lambda: model_settings(turbo, [context_arm(turbo)]) | settings):
         return 0
     failed: dict[str, str] = {}
@@ -86,15 +93,16 @@ def store(
     bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]
     sharding.finish(used, bad)
     list_bad(proteins, bad)
+    ids = [context_key(turbo, text) for text in drawn.texts]
     result = {
-        "run": used.to_dict(),
+        "run": used.to_dict() | drawn.to_dict(),
         "out": os.fspath(folder),
         "computed": computed,
         "contexts": held["contexts"],
         "bytes": held["bytes"],
         "failed": failures(bad),
-    }
+    } | ({"ids": ids} if ids else {})
     size = bytes_text(held["bytes"])
     text = f"{counted(computed, 'context')} computed; {sharding.out} holds {held['contexts']:,}, {size}"
-    show(text, to_json=json, result=result)
+    show("\n".join([text, *ids]), to_json=json, result=result)
     return sharding.exit_code(bad)

@@ -1,4 +1,4 @@
-"""`esm-turbo variants --homologs`: the scores of E1 after drawn homologs, what is recorded, and what is refused."""
+"""`--homologs` of `esm-turbo variants` and `store`: scores of E1, what is recorded and stored, what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from esm_turbo import TurboEsm, read_homologs
+from esm_turbo.context_store import context_key
 from tests.test_modeling_e1_turbo import E1_MINI
 
 PROTEIN = "MKNKVVVVTGVPGVGGTT"
@@ -88,6 +89,23 @@ def test_a_frozen_protein_is_recorded_and_the_full_arm_stays_exact(run, e1, fami
     assert {arm: one["refresh"] for arm, one in result["results"][0]["arms"].items()} == {"full": 0, "frozen": 2}
 
 
+def test_drawn_contexts_are_stored_as_variants_and_a_service_find_them(esm, e1, family, write, tmp_path):
+    protein, folder = write("protein.fasta", f">wt\n{PROTEIN}\n"), tmp_path / "contexts"
+    options = ("--homologs", family, "--context-tokens", 40, 80, "--seed", 3, "--model", E1_MINI, "--preset", "exact")
+    stored = esm("store", protein, folder, *options, "--json", tmp_path / "stored.json")
+    assert (stored.code, stored.err) == (0, f"esm-turbo: {family}: 2 contexts of 2 to 4 of 5 homologs\n")
+    contexts = read_homologs(family, PROTEIN).sample_several((40, 80), seed=3)
+    ids = [context_key(e1, one.sequence) for one in contexts]
+    assert stored.out.startswith("2 contexts computed; ") and stored.out.splitlines()[1:] == ids
+    found = json.loads((tmp_path / "stored.json").read_text())
+    assert (found["ids"], found["computed"], found["failed"]) == (ids, 2, [])
+    assert found["run"]["homologs"]["contexts"] == [one.to_dict() for one in contexts]
+    scored = esm("variants", protein, *options, "--store", folder, "--method", "wild_type")
+    assert scored.err.endswith(f"{folder}: 2 contexts found, 0 computed and added\n")
+    again = esm("store", protein, folder, *options)
+    assert again.out.startswith("0 contexts computed; ") and again.out.splitlines()[1:] == ids
+
+
 def test_the_map_of_variants_is_drawn(run, family, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "map.svg"
@@ -123,11 +141,14 @@ def test_the_map_of_variants_is_drawn(run, family, tmp_path):
         (FAMILY, ("--seed", -1), "--seed must be an integer of at least 0"),
     ],
 )
-def test_bad_families_end_the_run_before_it_begins(run, write, tmp_path, text, options, message):
-    out = tmp_path / "out.csv"
-    code, printed, err = run("--homologs", write("family.a3m", text), *options, "--out", out)
-    assert (code, printed) == (2, "") and not out.exists()
-    assert re.search(message, err), err
+def test_bad_families_end_the_run_before_it_begins(run, esm, write, tmp_path, text, options, message):
+    family, out, folder = write("family.a3m", text), tmp_path / "out.csv", tmp_path / "contexts"
+    for code, printed, err in (
+        run("--homologs", family, *options, "--out", out),
+        esm("store", write("protein.fasta", f">wt\n{PROTEIN}\n"), folder, "--homologs", family, *options),
+    ):
+        assert (code, printed) == (2, "") and not out.exists() and not folder.exists()
+        assert re.search(message, err), err
 
 
 def test_what_has_no_use_is_refused(run, esm, family, write):
