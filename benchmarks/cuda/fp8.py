@@ -23,8 +23,7 @@ from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.precision import all_products, quantize_products
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 
-# Both arms round tokens to eight bits, and neighbouring codes where they differ.
-_TOLERANCE = 0.03
+_TOLERANCE = 1.1
 _CONTEXT = 500
 
 
@@ -66,7 +65,8 @@ def cases(geometries: Sequence[Geometry]) -> Iterator[Case]:
     for geometry in geometries:
         models = _models(geometry)
         yield from _Calls(geometry, models).cases()
-        del models
+        # Cases that were measured still hold the mapping.
+        models.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -120,27 +120,30 @@ class _Calls:
 
     def cases(self) -> Iterator[Case]:
         """One for each call."""
-        embed = {arm: partial(turbo.embed, self.proteins, include=["mean"]) for arm, turbo in self.models.items()}
-        yield self._case("embedding", embed, "residues", sum(map(len, self.proteins)))
-        score = {arm: partial(turbo.score, self.context, self.peptides) for arm, turbo in self.models.items()}
-        yield self._case(f"score 12-mers on {_CONTEXT}", score, "peptides", len(self.peptides))
-        prefill = {arm: partial(turbo.prefill, self.context) for arm, turbo in self.models.items()}
-        yield self._case(f"prefill of {_CONTEXT}", prefill, "residues", _CONTEXT)
-        contexts = {arm: turbo.prefill(self.context) for arm, turbo in self.models.items()}
-        for rows in (1, 64):
-            extend = {
-                arm: partial(turbo.extend, contexts[arm], self.peptides[:rows]) for arm, turbo in self.models.items()
-            }
-            yield self._case(f"extend by {rows}", extend, "peptides", rows)
-        variants = {arm: partial(turbo.score_variants, self.context) for arm, turbo in self.models.items()}
-        yield self._case(f"all variants of {_CONTEXT}", variants, "residues", _CONTEXT)
-        generate = {
-            arm: partial(turbo.generate, [self.context] * 8, max_new_tokens=8) for arm, turbo in self.models.items()
-        }
-        yield self._case("generate after 8 contexts", generate, "residues", 64)
+        known, context, peptides = self.proteins, self.context, self.peptides
 
-    def _case(self, name: str, arms: dict[str, Callable[[], object]], unit: str, count: int) -> Case:
-        geometry, encoder = self.geometry, self.models[BF16].model.base_model
+        def extension(turbo: TurboEsm, rows: int) -> Callable[[], object]:
+            return partial(turbo.extend, turbo.prefill(context), peptides[:rows])
+
+        yield self._case(
+            "embedding", "residues", sum(map(len, known)), lambda x: partial(x.embed, known, include=["mean"])
+        )
+        yield self._case(
+            f"score 12-mers on {_CONTEXT}", "peptides", len(peptides), lambda x: partial(x.score, context, peptides)
+        )
+        yield self._case(f"prefill of {_CONTEXT}", "residues", _CONTEXT, lambda x: partial(x.prefill, context))
+        for rows in (1, 64):
+            yield self._case(f"extend by {rows}", "peptides", rows, partial(extension, rows=rows))
+        yield self._case(
+            f"all variants of {_CONTEXT}", "residues", _CONTEXT, lambda x: partial(x.score_variants, context)
+        )
+        yield self._case(
+            "generate after 8 contexts", "residues", 64, lambda x: partial(x.generate, [context] * 8, max_new_tokens=8)
+        )
+
+    def _case(self, name: str, unit: str, count: int, call: Callable[[TurboEsm], Callable[[], object]]) -> Case:
+        """A call of every model, of so many units."""
+        encoder = self.models[BF16].model.base_model
         config = encoder.config
         shape = {
             "layers": config.num_hidden_layers,
@@ -153,7 +156,8 @@ class _Calls:
         }
 
         def measure(repeats: int) -> Figures:
-            seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
+            arms = {arm: [partial(finished, call(turbo))] for arm, turbo in self.models.items()}
+            seconds = spread(interleave(arms, repeats))
             return {
                 "seconds": seconds,
                 "unit": unit,
@@ -163,27 +167,28 @@ class _Calls:
                 "context_bytes": self.models[BF16].prefill(self.context).nbytes,
             }
 
-        least = geometry.speedups.get(name.split()[0])
+        least = self.geometry.speedups.get(name.split()[0])
         targets = [] if least is None else [Target(("ratios", f"{BF16} / {FP8}"), at_least=least)]
-        case = f"{geometry.name.partition(',')[0]}: {name}"
-        return Case(case, geometry.name, shape, self._check, measure, targets)
+        case = f"{self.geometry.name.partition(',')[0]}: {name}"
+        return Case(case, self.geometry.name, shape, self._check, measure, targets)
 
     @torch.no_grad()
     def _check(self) -> Check:
-        """Packed rows of fused kernels against the library's forward, both in eight bits."""
+        """Fused kernels on packed rows may lose no more by eight bits than PyTorch's operations do."""
         if self.checked is None:
-            turbo = self.models[FP8]
-            batch = turbo.tokenizer(self.proteins[:3], padding=True, return_tensors="pt").to(cuda_timing.DEVICE)
-            mask = batch.attention_mask
-            # After the first layers: small differences grow with depth in random weights.
-            packed, plain = (
-                turbo.model.base_model(batch.input_ids, mask, row_lengths=lengths, output_hidden_states=True)
-                .hidden_states[2][mask.bool()]
-                .float()
-                for lengths in (mask.sum(1).tolist(), None)
-            )
-            error = float((packed - plain).norm() / plain.norm())
-            self.checked = Check("hidden states after two layers, packed against plain, relative", error, _TOLERANCE)
+            batch = self.models[FP8].tokenizer(self.proteins[:3], padding=True, return_tensors="pt")
+            ids, mask = batch.input_ids.to(cuda_timing.DEVICE), batch.attention_mask.to(cuda_timing.DEVICE)
+
+            def error(lengths: list[int] | None) -> float:
+                exact, reduced = (
+                    self.models[arm].model.base_model(ids, mask, row_lengths=lengths).last_hidden_state[mask.bool()]
+                    for arm in (BF16, FP8)
+                )
+                return float((reduced.float() - exact.float()).norm() / exact.float().norm())
+
+            packed, plain = error(mask.sum(1).tolist()), error(None)
+            what = "error of eight bits by fused kernels, over that by PyTorch's operations"
+            self.checked = Check(what, packed / plain, _TOLERANCE)
         return self.checked
 
 

@@ -35,6 +35,8 @@ __all__ = [
 _BLOCK = 2048
 # Rows of more numbers are quantised by more warps, so that they fit their registers.
 _LONG_ROW = 8192
+# Norms of longer rows of many tokens take half the time with few warps; one token waits less with more.
+_MANY_TOKENS, _LONG_NORM = 1024, 4096
 # Linear layers of at most so many tokens are computed by the kernel that is made for few.
 FEW_TOKENS = 16
 # Outputs per program of that kernel.
@@ -125,11 +127,12 @@ def _add_layer_norm(
     block = next_power_of_two(size)
     overlap = overlaps(device)
     absent = {} if quantizes else {"scales_ptr": None}
+    warps = 2 if tokens > _MANY_TOKENS and size > _LONG_NORM else min(8, max(1, block // 256))
     return PreparedLaunch(
         kernels.add_layer_norm,
         (tokens, 1, 1),
         device,
-        Options(num_warps=min(8, max(1, block // 256)), launch_pdl=overlap),
+        Options(warps, launch_pdl=overlap),
         **absent,
         eps=eps,
         factor=factor,
@@ -392,7 +395,7 @@ def _quantize(shape: torch.Size, device: torch.device, activation: str | None) -
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, size = shape
-    warps = 4 if size <= _LONG_ROW else 8
+    warps = 4 if size <= _LONG_ROW else 16
     # Threads load 16 bytes each.
     block = min(256 * warps, next_power_of_two(size))
     overlap = overlaps(device)

@@ -17,8 +17,14 @@ _SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(2.0**-60)
 
 @triton.jit
 def _gelu(x):
-    """x / 2 (1 + erf(x / sqrt(2)))."""
-    return x * 0.5 * (1.0 + tl.erf(x * _INVERSE_SQRT2))
+    """x / 2 (1 + erf(x / sqrt(2))), by erf's approximation 7.1.26 of Abramowitz and Stegun (1964), to 1e-6.
+
+    It needs a third of the instructions of `tl.erf`, which long rows wait for.
+    """
+    z = tl.abs(x) * _INVERSE_SQRT2
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return tl.maximum(x, 0.0) - 0.5 * tl.abs(x) * polynomial * tl.exp(-z * z)
 
 
 @triton.jit
