@@ -12,7 +12,9 @@ import torch
 from benchmarks.accuracy import (
     allocation,
     calibration_sets,
+    components,
     fp8,
+    groups,
     homologs,
     long_proteins,
     presets,
@@ -295,6 +297,26 @@ EXPERIMENTS: dict[str, Experiment] = {
         "what eight-bit products cost the small models of ESM-2 and ESM-C, by share of the products",
         "fp8",
         lambda limit: fp8.cases(max_proteins=limit),
+    ),
+    "components": Experiment(
+        "signal to noise of keys, values and scores, and recall of the best keys, by preset",
+        "components",
+        lambda limit: components.preset_cases(max_proteins=limit),
+    ),
+    "calibration_layers": Experiment(
+        "the same by layer and by the number of proteins of a calibration",
+        "calibration_layers",
+        lambda limit: components.calibration_cases(max_proteins=limit),
+    ),
+    "peer_outliers": Experiment(
+        "the codecs of other papers and packages where channels are outliers",
+        "peer_outliers",
+        lambda limit: components.outlier_cases(max_proteins=limit),
+    ),
+    "groups": Experiment(
+        "accuracy by fold and at motifs of active sites",
+        "groups",
+        lambda limit: groups.cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",
