@@ -17,7 +17,7 @@ from benchmarks.attack.model_changes import CHANGES, UNSEEN_IN_MEMORY, adapt
 from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
 from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, TurboKVCache, embed_records
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding.reading import read_embeddings
+from esm_turbo.tasks.embedding.files import read_entry
 
 __all__ = ["changed", "keep", "outcomes", "small_model", "uses"]
 
@@ -70,7 +70,7 @@ def keep(model: TurboEsm, folder: Path) -> None:
 def _embed(model: TurboEsm, folder: Path) -> Tensor:
     records = [ProteinRecord("one", PROTEIN)]
     embed_records(model, records, folder / "embeddings", EmbeddingRequest.of(model, [-1], ["mean"]))
-    [arrays] = read_embeddings(folder / "embeddings", "pt", records)
+    arrays, _ = read_entry(folder / "embeddings" / "one.pt")
     return torch.cat([torch.as_tensor(array).float().flatten() for array in arrays.values()])
 
 

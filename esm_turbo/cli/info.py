@@ -38,8 +38,9 @@ from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
 from esm_turbo.parallel.shards import SUFFIX
 from esm_turbo.store.files import STORED_KINDS, stored_info
-from esm_turbo.tasks.embedding.files import pt_info, read_embedding
-from esm_turbo.tasks.embedding.reading import embeddings_info
+from esm_turbo.tasks.embedding import h5
+from esm_turbo.tasks.embedding.files import pt_info, read_embedding, read_settings
+from esm_turbo.tasks.embedding.index import EmbeddingIndex
 
 _CLS, _RESIDUE = 0, 5
 # Tokens; a multiple of the group size of every codec.
@@ -83,6 +84,23 @@ def describe(
     if is_zip(path):
         return pt_info(path)
     return file_info(path, length, batch_size)
+
+
+def embeddings_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Settings of the embeddings in a folder or an HDF5 file, and their number of proteins.
+
+    Raises:
+        ValueError: they are damaged, or not of this package.
+        ImportError: h5py is missing.
+    """
+    path = Path(path)
+    if path.is_dir():
+        settings, proteins = read_settings(path), len(list(EmbeddingIndex(path / INDEX_FILE).rows))
+    else:
+        settings, proteins = h5.settings(path), h5.proteins(path)
+    # The options of caches are not a cache.
+    settings = {"cache_options" if name == "cache" else name: one for name, one in settings.items()}
+    return {"kind": "embeddings", "proteins": proteins, "format": settings.pop("format", "h5"), **settings}
 
 
 def model_info(

@@ -36,7 +36,6 @@ class Heatmap:
         names: what hovering shows for each cell, [rows, columns]; None is row and column.
         letters: printed into the cells, [rows, columns].
         dots: rows and columns of cells that carry a dot.
-        square: whether cells are squares.
         missing: whether cells without a value are marked; else they are empty.
     """
 
@@ -51,7 +50,6 @@ class Heatmap:
     names: Sequence[Sequence[str]] | None = None
     letters: Sequence[Sequence[str]] | None = None
     dots: Sequence[tuple[int, int]] = ()
-    square: bool = False
     missing: bool = True
 
     @property
@@ -124,8 +122,6 @@ class Scatter:
         x_label: with the unit.
         y_label: with the unit.
         title: above the panel.
-        groups: of each point: names, or numbers, which are shown as colours; None for none.
-        group_label: what they are.
         diagonal: whether a line marks where both are equal.
         labels: names printed beside points, by index.
         square: whether units are as long on both axes.
@@ -138,8 +134,6 @@ class Scatter:
     x_label: str
     y_label: str
     title: str = ""
-    groups: Sequence[str] | Array | None = None
-    group_label: str = ""
     diagonal: bool = False
     labels: Mapping[int, str] = field(default_factory=dict)
     square: bool = False

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
@@ -57,7 +56,7 @@ STYLE: dict[Any, Any] = {
 _WIDTH, _LABELS, _EDGE = 11.0, 2.0, 0.25
 _ROW, _PANEL, _AXIS, _PAD = 0.125, 3.1, 0.9, 0.12
 _CELL_LEAST, _CELL_MOST, _LETTER_MOST = 0.085, 0.3, 0.5
-_SQUARE, _LONE_SCATTER, _CHARACTER = 7.0, 5.0, 0.078
+_CHARACTER = 0.078
 # Of a page of short tracks alone; and of a character of a position, and the space around it.
 _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
 # Columns of a heat map with upright names at most.
@@ -357,8 +356,7 @@ def _beside(drawn: Figure, place: SubplotSpec, panels: Sequence[Panel]) -> list[
         axes.set_title(_wrapped(getattr(panel, "title", ""), width), loc="left")
         image = _DRAW[type(panel)](axes, panel)
         if panel is panels[-1] and _has_legend(panel):
-            about = panel.group_label if isinstance(panel, Scatter) else ""
-            axes.legend(title=about, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
         if isinstance(panel, Heatmap):
             _heat_ticks(axes, panel)
             _colour_bar(image, panel, width, own)
@@ -366,7 +364,7 @@ def _beside(drawn: Figure, place: SubplotSpec, panels: Sequence[Panel]) -> list[
 
 
 def _panels_height(panels: Sequence[Panel]) -> float:
-    return _LONE_SCATTER if [type(one) for one in panels] == [Scatter] else max(map(_panel_height, panels))
+    return max(map(_panel_height, panels))
 
 
 def _row_height(panels: Sequence[Panel]) -> float:
@@ -378,20 +376,16 @@ def _row_height(panels: Sequence[Panel]) -> float:
 
 def _has_legend(panel: Panel) -> bool:
     """True if the last panel of a row explains the colours of all."""
-    if isinstance(panel, Scatter):
-        return panel.groups is not None and not isinstance(panel.groups, np.ndarray)
     return isinstance(panel, Lines) and len(panel.series) > 1
 
 
 def _panel_width(panel: Panel, usable: float) -> float:
     if isinstance(panel, Heatmap):
-        return min(usable, _SQUARE) if panel.square else min(usable, 0.24 * len(panel.columns))
+        return min(usable, 0.24 * len(panel.columns))
     return usable
 
 
 def _panel_height(panel: Panel) -> float:
-    if isinstance(panel, Heatmap) and panel.square:
-        return _SQUARE
     rows = len(panel.rows) if isinstance(panel, Heatmap) else len(panel.names) if isinstance(panel, Bars) else 0
     return max(0.6, 0.2 * rows) if rows else _PANEL
 
@@ -412,10 +406,6 @@ def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
         axes.set_xticks(range(len(panel.columns)), _column_names(panel), rotation=90, fontsize=6.5)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(panel.x_label)
-    if panel.square:
-        axes.set_aspect("equal", anchor="NW")
-        if len(panel.rows) > 60:
-            axes.set_yticks(ticks.at, ticks.labels)
 
 
 def _lines(axes: Axes, panel: Lines) -> None:
@@ -439,19 +429,7 @@ def _lines(axes: Axes, panel: Lines) -> None:
 def _scatter(axes: Axes, panel: Scatter) -> None:
     size = 9.0 if len(panel.x) > 300 else 20.0
     options: dict[str, Any] = {"s": size, "linewidths": 0, "alpha": 0.55 if len(panel.x) > 300 else 0.85}
-    if panel.groups is None:
-        axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
-    elif isinstance(panel.groups, np.ndarray):
-        points = axes.scatter(panel.x, panel.y, c=panel.groups, cmap=SEQUENTIAL, **options)
-        colours = ScalarMappable(points.norm, SEQUENTIAL)
-        axes.figure.colorbar(colours, ax=axes, label=panel.group_label, fraction=0.05)
-    else:
-        for index, group in enumerate(dict.fromkeys(panel.groups)):
-            chosen = np.array([one == group for one in panel.groups])
-            # After the colours, shapes tell groups apart.
-            marker = "os^DvP"[index // len(SERIES) % 6]
-            axes.scatter(panel.x[chosen], panel.y[chosen], color=SERIES[index % len(SERIES)], marker=marker,
-                         label=_shortened(group, _NAME), **options)  # fmt: skip
+    axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
     if panel.diagonal:
         _diagonal(axes, panel)
     if panel.square:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from esm_turbo.cli.commands import app
 
-MODEL = "--model --device --device-map --dtype --threads"
+MODEL = "--model --device --device-map --dtype --precision --threads"
 CALIBRATED = f"{MODEL} --calibration"
 CACHES = f"{CALIBRATED} --preset"
 STORED = f"{CACHES} --store"
@@ -21,8 +21,8 @@ SAMPLING = (
 FAMILY = "--homologs --max-similarity --context-tokens --seed"
 OPTIONS = {
     "calibrate": f"{FILES} {MODEL} {PARALLEL} --plot --out --max-residues --toks-per-batch",
-    "embed": f"{FILES} {STORED} {PARALLEL} --plot --repr-layers --include --toks-per-batch --truncation-seq-length"
-    " --window --overlap --memory --format --names --groups --group-column --nogpu",
+    "embed": f"{FILES} {STORED} {PARALLEL} --repr-layers --include --toks-per-batch --truncation-seq-length"
+    " --window --overlap --memory --format --names --nogpu",
     "generate": f"{FILES} {STORED} {SAMPLING} --plot --max-new-tokens --positions --mask-letter --order --refresh-every"
     " --toks-per-batch --out",
     "binders": f"{FILES} {STORED} {SAMPLING} --length --template --arm --top --toks-per-batch --out"

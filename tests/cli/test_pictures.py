@@ -20,21 +20,16 @@ def proteins(write):
         ("variants", ["--method", "wild_type"], "wt: effects of substitutions, 16 residues"),
         ("score", ["{peptides}", "--arm", "turbo"], "wt: 1 candidate, target of 16 residues"),
         ("generate", ["--positions", "3-5", "--num-return-sequences", "2"], "wt: 2 designs, 3 new residues"),
-        ("embed", ["{out}", "--include", "mean", "--repr-layers", "2", "--groups", "{groups}"], "2 proteins by mean"),
     ],
 )
 def test_pages_of_commands(esm_shared, proteins, write, tmp_path, command, options, title):
-    files = {
-        "peptides": write("peptides.fasta", ">p\nGSW\n"),
-        "out": tmp_path / "embedded",
-        "groups": write("groups.csv", "id,kind\nwt,u\ntwo,v\n"),
-    }
+    files = {"peptides": write("peptides.fasta", ">p\nGSW\n")}
     plot = tmp_path / "page.html"
     code, _, err = esm_shared(command, proteins, *(option.format(**files) for option in options), "--plot", plot)
     assert (code, err) == (0, f"esm-turbo: picture written to {plot}\n")
     titles = re.findall(r"<h1>(.*?)</h1>", plot.read_text(encoding="utf-8"))
     assert titles[0].startswith(title)
-    assert len(titles) == (1 if command == "embed" else 2)
+    assert len(titles) == 2
     assert "model esm2-mini" in plot.read_text(encoding="utf-8")
 
 
@@ -59,12 +54,7 @@ def test_what_cannot_be_drawn_is_refused_before_any_work(esm_shared, proteins, w
         assert result.code == 2 and result.error.endswith(message)
     result = esm_shared("variants", proteins, "--plot", proteins)
     assert result.code == 2 and "is an input of this command" in result.error
-    result = esm_shared("embed", proteins, tmp_path / "e", "--include", "per_tok", "--plot", tmp_path / "e.html")
-    assert result.code == 2 and "a picture shows contacts, or means of at least two proteins" in result.error
-    table = write("groups.csv", "id,kind\nwt,u\n")
-    result = esm_shared("embed", proteins, tmp_path / "e", "--groups", table)
-    assert result.code == 2 and "give --plot as well" in result.error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["groups.csv", "two.fasta"]
+    assert [path.name for path in tmp_path.iterdir()] == ["two.fasta"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg", ".html"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pandas
 import pytest
 
 from esm_turbo.files import artifacts
@@ -21,6 +22,7 @@ from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
 from esm_turbo.tasks.embedding import files as part_files
 from esm_turbo.tasks.embedding import folder, index, one_file
+from esm_turbo.tasks.embedding.request import RESULT_NAMES
 
 # Two or three proteins per batch, some of equal length, two of the same sequence.
 LENGTHS = (5, 12, 12, 17, 18, 19, 26, 33, 34)
@@ -61,6 +63,31 @@ def h5_content(path: Path) -> dict[str, Any]:
         content["settings"] = json.loads(file.attrs["settings"])
         file.visititems(visit)
     return content
+
+
+def read_embeddings(out: Path, records: Sequence[ProteinRecord]) -> Iterator[dict[str, Any]]:
+    """Results of records by flat name, from a folder or a file."""
+    names = [part_files.sequence_hash(record.sequence) for record in records]
+    if out.is_dir():
+        paths = {identifier: out / file for identifier, _, file, _ in index.EmbeddingIndex(out / INDEX_FILE).rows}
+        yield from (part_files.read_entry(paths[record.id])[0] for record in records)
+    elif out.suffix == ".parquet":
+        means = pandas.read_parquet(out).drop_duplicates(["sequence_hash", "layer"]).set_index("sequence_hash")
+        for name in names:
+            yield {f"mean_representations.{row.layer}": row.mean for row in means.loc[[name]].itertuples()}
+    else:
+        with h5py.File(out) as file:
+            settings = json.loads(file.attrs["settings"])
+            for name in names:
+                found: dict[str, Any] = {}
+                if isinstance(file[name], h5py.Dataset):
+                    kind = RESULT_NAMES[settings["include"][0]]
+                    found[kind if kind == "contacts" else f"{kind}.{settings['repr_layers'][-1]}"] = file[name][()]
+                else:
+                    for kind, node in file[name].items():
+                        layers = {kind: node} if kind == "contacts" else {f"{kind}.{x}": node[x] for x in node}
+                        found |= {flat: data[()] for flat, data in layers.items()}
+                yield found
 
 
 def index_rows(folder: Path) -> list[list[str]]:

@@ -78,7 +78,6 @@ def beside(*panels) -> Sheet:
         beside(*(Heatmap(np.ones((2, 9)), ["a"] * 2, list(range(9)), LONG, "x") for _ in range(2))),
         beside(Heatmap(np.ones((20, 9)), [LONG] * 20, [f"{LONG}{n}" for n in range(9)], "nats", "x")),
         beside(*(Scatter(np.arange(3.0), np.arange(3.0), ["a"] * 3, "x", "y", LONG) for _ in range(3))),
-        beside(Scatter(np.arange(3.0), np.arange(3.0), ["a"] * 3, "x", "y", groups=[LONG, "u", "v"])),
         beside(Bars([LONG, "b"], np.array([1e6, 2e6]), "x", LONG)),
         Sheet("t", "c", [Tracks([Lines([1, 2], {LONG[:20]: np.ones(2), "b": np.zeros(2)}, "x", "y")], [1, 2], "AC")]),
     ],
@@ -149,15 +148,6 @@ def test_a_logo_draws_one_letter_for_each_share(designs) -> None:
     logo = drawn.axes[0]
     heights = sorted(patch.get_window_extent().height / logo.bbox.height for patch in logo.patches)
     assert len(heights) == 6 and heights[-1] == pytest.approx(1, abs=0.05)
-
-
-def test_groups_have_a_legend_and_numbers_a_scale() -> None:
-    x = np.arange(3.0)
-    points = {"x": x, "y": x, "names": ["a", "b", "c"], "x_label": "x", "y_label": "y", "group_label": "kind"}
-    named = figure(Sheet("t", "c", [[Scatter(**points, groups=["u", "v", "u"])]]))
-    assert [text.get_text() for text in named.axes[0].get_legend().get_texts()] == ["u", "v"]
-    scaled = figure(Sheet("t", "c", [[Scatter(**points, groups=x)]]))
-    assert scaled.axes[0].get_legend() is None and scaled.axes[1].get_ylabel() == "kind"
 
 
 def test_names_of_points_cover_no_other() -> None:

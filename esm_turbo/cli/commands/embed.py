@@ -17,16 +17,13 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
-    OptionalInput,
     ParallelOptions,
-    PictureFile,
     ProteinBatchTokens,
     SequenceOptions,
     StoreFolder,
     Writes,
 )
 from esm_turbo.cli.parallel import Spread
-from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.sharding import Sharding
 from esm_turbo.files.kinds import INDEX_FILE
@@ -52,9 +49,6 @@ def embed(
     names: FileNames | None = None,
     nogpu: Annotated[bool, Parameter(negative="")] = False,
     json: JsonFile = None,
-    plot: PictureFile = None,
-    groups: OptionalInput = None,
-    group_column: str | None = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -80,8 +74,6 @@ def embed(
             (parquet). By default, h5 if OUT ends in .h5 or .hdf5, parquet if it ends in .parquet, and else pt.
         names: Names of files: label, the identifier, as esm-extract names them, where that is a safe and unique name,
             and else a hash; or hash of the sequence. By default label, or as in the folder.
-        groups: CSV or TSV file with a column id, whose other columns colour the proteins of --plot.
-        group_column: Column of that file to use. By default, the first besides id.
         nogpu: Same as --device cpu, as in esm-extract.
     """
     if nogpu and model.device not in (None, "cpu"):
@@ -106,14 +98,6 @@ def embed(
         ONE_FILE_FORMATS[format].check(out, include)
     windows = Windows.of(window, overlap, memory)
     good, bad = read_proteins(proteins, letters)
-    colours = None
-    if plot is not None:
-        from esm_turbo.pictures.embedded import check_drawable, read_groups
-
-        check_plot(plot, check_drawable(len(good), include))
-        colours = None if groups is None else read_groups(groups, good, group_column)
-    elif groups is not None:
-        raise ValueError(f"--groups {groups} colours a picture; give --plot as well")
     turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.forwards import protein_tokens
@@ -149,11 +133,6 @@ def embed(
                 plan=sharding.plan,
             )
     sharding.finish(used, [*bad, *run.failed], [(number, 1) for number in run.numbers])
-    if plot is not None:
-        from esm_turbo.pictures.embedded import embedding_sheets
-
-        done = [record for record in good if record.id not in {one.record for one in run.failed}]
-        save_plot(plot, embedding_sheets(out, format, request.layers, done, truncation_seq_length, str(used), colours))
     for damaged in run.damaged:
         say(f"warning: {damaged}: was damaged, or of another sequence, and has been replaced")
     if cut:

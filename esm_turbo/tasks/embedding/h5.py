@@ -22,7 +22,6 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.extras import import_extra
 from esm_turbo.files.kinds import is_h5
 from esm_turbo.tasks.embedding.files import Arrays, Row
-from esm_turbo.tasks.embedding.request import RESULT_NAMES
 
 
 def check(out: Path, include: Sequence[str]) -> None:
@@ -50,7 +49,7 @@ def names(path: Path) -> dict[str, str]:
     with _opened(path) as file:
         for name in file:
             try:
-                if file[name].attrs["sha256"] != _digest(_arrays(file, name)):
+                if file[name].attrs["sha256"] != _digest(_arrays(file[name])):
                     raise ValueError("an entry was altered")
                 found |= dict.fromkeys(_identifiers(file[name]), name)
             except MemoryError:
@@ -59,13 +58,6 @@ def names(path: Path) -> dict[str, str]:
             except Exception as error:
                 raise ArtifactError(f"{path}: damaged ({name}: {error})") from error
     return found
-
-
-def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
-    """Yield the results of entries in the order of their names."""
-    with _opened(path) as file:
-        for name in names:
-            yield _arrays(file, name)
 
 
 def proteins(path: Path) -> int:
@@ -103,19 +95,17 @@ def _identifiers(entry: Any) -> list[str]:
     return [entry.attrs["original_id"], *entry.attrs.get("other_ids", [])]
 
 
-def _arrays(file: Any, name: str) -> Arrays:
-    """Results of an entry by flat name."""
-    if isinstance(file[name], h5py().Dataset):
-        settings = json.loads(file.attrs["settings"])
-        [kind], [*_, layer] = settings["include"], settings["repr_layers"]
-        return {f"{RESULT_NAMES[kind]}{'' if kind == 'contacts' else f'.{layer}'}": file[name][()]}
+def _arrays(entry: Any) -> Arrays:
+    """Results of an entry by flat name; that of a data set needs none."""
+    if isinstance(entry, h5py().Dataset):
+        return {"": entry[()]}
     arrays: Arrays = {}
 
     def visit(path: str, node: Any) -> None:
         if isinstance(node, h5py().Dataset):
             arrays[path.replace("/", ".")] = node[()]
 
-    file[name].visititems(visit)
+    entry.visititems(visit)
     return arrays
 
 

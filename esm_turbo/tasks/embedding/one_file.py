@@ -7,7 +7,7 @@ are added to folders alone: a file that exists is complete, or damaged and writt
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,6 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding import h5, parquet
 from esm_turbo.tasks.embedding.files import (
-    Arrays,
     Row,
     SameSequence,
     check_same_settings,
@@ -56,9 +55,6 @@ class OneFileFormat(Protocol):
 
     def names(self, path: Path) -> dict[str, str]:
         """The entry of each identifier; the whole file is read and checked."""
-
-    def find(self, path: Path, names: Sequence[str]) -> Iterator[Arrays]:
-        """Yield the results of entries in the order of their names."""
 
     def write(self, path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Write a file.

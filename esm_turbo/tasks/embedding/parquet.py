@@ -27,7 +27,7 @@ from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import is_parquet
 from esm_turbo.files.parquet import METADATA_KEY, as_metadata, parquet_settings
 from esm_turbo.files.writing import file_errors
-from esm_turbo.tasks.embedding.files import Arrays, Row
+from esm_turbo.tasks.embedding.files import Row
 
 ROWS_PER_GROUP = 1024
 """Some 5 MB of the largest checkpoints' means."""
@@ -53,37 +53,24 @@ def settings(path: Path) -> dict[str, Any]:
 
 def names(path: Path) -> dict[str, str]:
     """The entry of each identifier; pages have checksums, which are verified."""
-    return {identifier: name for identifier, name, _ in _read(path)}
-
-
-def find(path: Path, names: Sequence[str]) -> Iterator[Arrays]:
-    """Yield the means of sequences in the order of their names; all are in memory together."""
-    wanted = set(names)
-    means = {name: arrays for _, name, arrays in _read(path) if name in wanted}
-    return (means[name] for name in names)
-
-
-def _read(path: Path) -> Iterator[tuple[str, str, Arrays]]:
-    """Yield identifier, sequence hash and means of every protein."""
-    layers = settings(path)["repr_layers"]
+    layers, found = settings(path)["repr_layers"], dict[str, str]()
     with _damage(path), pyarrow().parquet.ParquetFile(path, page_checksum_verification=True) as file:
         rows = (row for number in range(file.num_row_groups) for row in _rows(file.read_row_group(number)))
         while group := list(islice(rows, len(layers))):
-            identifier, name, residues, *_ = group[0]
-            if [row[:4] for row in group] != [(identifier, name, residues, layer) for layer in layers]:
+            identifier, name, residues, _ = group[0]
+            if group != [(identifier, name, residues, layer) for layer in layers]:
                 raise ValueError("it has other layers")
-            yield identifier, name, {f"mean_representations.{layer}": mean for *_, layer, mean in group}
+            found[identifier] = name
+    return found
 
 
 def _rows(table: Any) -> Iterator[tuple[Any, ...]]:
-    """Rows of a table, the means as arrays."""
+    """Rows of a table, without the means."""
     if not table.schema.equals(_schema(table.schema.field("mean").type.list_size, {})):
         raise ValueError("it has other columns")
-    *cells, means = (column.combine_chunks() for column in table.columns)
-    if any(column.null_count for column in (*cells, means)):
+    if any(column.null_count for column in table.columns):
         raise ValueError("cells are empty")
-    states = np.asarray(means.flatten()).reshape(len(means), -1).copy()
-    return zip(*(column.to_pylist() for column in cells), states, strict=True)
+    return zip(*(column.to_pylist() for column in table.columns[:-1]), strict=True)
 
 
 def write(path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from esm_turbo.cli.info import embeddings_info
 from esm_turbo.files.extras import install_hint
 from esm_turbo.files.parquet import parquet_info, write_parquet
 from esm_turbo.files.writing import LOCK_FILE, parts_folder
@@ -25,9 +26,8 @@ from esm_turbo.tasks.embedding import h5, parquet
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.folder import merge_folders
 from esm_turbo.tasks.embedding.one_file import ONE_FILE_FORMATS, merge_files
-from esm_turbo.tasks.embedding.reading import embeddings_info, read_embeddings
 from esm_turbo.tasks.embedding.records import UnfinishedError
-from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, ids_of, proteins
+from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, ids_of, proteins, read_embeddings
 
 RECORDS = [ProteinRecord("=a/b", "MKTAY"), ProteinRecord("twin", "MKTAY"), ProteinRecord("-c", "GS")]
 BOTH = pytest.mark.parametrize("file_format", ["h5", "parquet"])
@@ -59,15 +59,13 @@ def test_what_was_written_is_read_and_described(run, tiny, tmp_path, file_format
     out = tmp_path / {"h5": "e.h5", "parquet": "e.parquet"}.get(file_format, "e")
     run(out, RECORDS, file_format, include, (0, -1))
     expected = tiny.embed([record.sequence for record in RECORDS], (0, -1), include)
-    found = list(read_embeddings(out, file_format, RECORDS[::-1]))[::-1]
+    found = list(read_embeddings(out, RECORDS[::-1]))[::-1]
     for arrays, embedding in zip(found, expected, strict=True):
         tensors = embedding.tensors()
         assert set(arrays) == set(tensors)
         for name, tensor in tensors.items():
             assert arrays[name].dtype == np.float32
             np.testing.assert_allclose(arrays[name], tensor.numpy(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="holds no embedding of 'other'"):
-        list(read_embeddings(out, file_format, [ProteinRecord("other", "WW")]))
     if file_format != "parquet":
         facts = embeddings_info(out)
         assert (facts["kind"], facts["proteins"], facts["format"]) == ("embeddings", 3, file_format)
