@@ -64,7 +64,7 @@ def measure_calibration(
     with _calibrated(turbo, calibration):
         turbo.model.base_model.kv.compile_ahead(*map(calibration.codec, [FROZEN, *configs.values()]))
         # A small part of the work, which is not counted, so that the time left can be told from what is.
-        ends = [] if has_families else extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, lambda _: None)
+        ends = {} if has_families else extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, lambda _: None)
         counter.advance(0)
 
         def advance(count: int) -> None:
@@ -82,7 +82,7 @@ def measure_calibration(
         device=turbo.model.device.type,
         presets={name: figures_of(comparison) for name, comparison in loo.turbo_frozen.items()},
         new_residues=_NEW_RESIDUES,
-        freezing={e.refreshed: figures_of(e.arms.frozen_full) for e in ends if len(e.arms.frozen_full)},
+        freezing={w: figures_of(one.frozen_full) for (_, w), one in ends.items() if len(one.frozen_full)},
         eight_bits=None if precision is None else choose_products(turbo, proteins),
     )
 

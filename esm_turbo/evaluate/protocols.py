@@ -231,23 +231,6 @@ def extend_each_token(model: CachedMaskedLM, cache: TurboKVCache, input_ids: Ten
     return Outputs.join(parts)
 
 
-@dataclass
-class ExtendArms:
-    """The three comparisons for one k and w.
-
-    Attributes:
-        new_residues: k, the number of new residues.
-        refreshed: w, the number of context residues recomputed with them.
-        skipped: number of proteins too short to leave a context.
-        arms: the comparisons.
-    """
-
-    new_residues: int
-    refreshed: int
-    skipped: int
-    arms: Arms
-
-
 @torch.no_grad()
 def extend_at_end(
     turbo: ContextModel,
@@ -256,7 +239,7 @@ def extend_at_end(
     ks: Sequence[int],
     ws: Sequence[int],
     advance: Advance,
-) -> list[ExtendArms]:
+) -> dict[tuple[int, int], Arms]:
     """Store all but the last k residues, and extend them by the last k and `<eos>`, with w residues refreshed.
 
     Args:
@@ -266,12 +249,11 @@ def extend_at_end(
         ks: numbers of new residues.
         ws: numbers of refreshed residues.
         advance: called with the number of proteins done.
+
+    Returns:
+        The comparisons by numbers of new and of refreshed residues.
     """
-    results = {
-        (k, w): ExtendArms(k, w, sum(len(p) <= k for p in proteins), Arms.of(configs, f"extension by {k}, refresh {w}"))
-        for k in ks
-        for w in ws
-    }
+    results = {(k, w): Arms.of(configs, f"extension by {k}, refresh {w}") for k in ks for w in ws}
     for batch in token_batches([len(protein) + 2 for protein in proteins], _TOKENS_PER_BATCH):
         group = [proteins[index] for index in batch]
         full, _ = prefill(turbo.model, [], *turbo.codes.batch([p.token_ids(turbo.codes) for p in group]))
@@ -284,11 +266,11 @@ def extend_at_end(
             for w, frozen, compressed in _extensions(turbo, list(new.values()), configs, k, ws):
                 for row, protein in enumerate(new.values()):
                     outputs = [(name, rows[row]) for name, rows in compressed.items()]
-                    results[k, w].arms.add(
+                    results[k, w].add(
                         protein, last[row].start, expected[row], frozen[row], outputs, np.arange(k + 1) == k
                     )
         advance(len(batch))
-    return list(results.values())
+    return results
 
 
 def _extensions(

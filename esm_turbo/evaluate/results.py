@@ -1,12 +1,19 @@
-"""The typed figures of an evaluation."""
+"""The typed figures of an evaluation, summarised from errors per token."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from esm_turbo.evaluate.metrics import Accuracy
+from esm_turbo.evaluate.protocols import Arms, Comparison
+from esm_turbo.proteins.limits import length_bin, range_of
+
+_POSITION_BOUNDS = (300, 600)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,11 @@ class TokenAccuracy:
 
     residues: Accuracy
     special_tokens: Accuracy
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Self:
+        """Figures of a comparison that has tokens."""
+        return cls(comparison.residues.accuracy(), comparison.special_tokens.accuracy())
 
 
 @dataclass(frozen=True)
@@ -57,18 +69,34 @@ class LeaveOneOut:
     by_position: Mapping[str, Accuracy]
     by_layer: tuple[LayerAccuracy, ...]
 
+    @classmethod
+    def of(cls, against_frozen: Comparison, against_full: Comparison) -> Self:
+        """Figures of one preset."""
+        proteins = against_frozen.proteins
+        return cls(
+            TokenAccuracy.of(against_frozen),
+            TokenAccuracy.of(against_full),
+            _by([protein.structural_class for protein in proteins], against_frozen),
+            _by([length_bin(len(protein)) for protein in proteins], against_frozen),
+            _by([range_of(position, _POSITION_BOUNDS) for position in against_frozen.positions], against_frozen),
+            tuple(
+                LayerAccuracy(layer, cosine, error)
+                for layer, (cosine, error) in enumerate(against_frozen.layers.figures(), start=1)
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class Extend:
-    """Figure 2 of one preset for one k and w.
+    """Figure 2 for one k and w, of one preset or of contexts at full precision.
 
     Attributes:
         new_residues: k, the number of last residues, which extend a context of the others.
         refreshed: w, the number of context residues recomputed with them.
         proteins: number of proteins that were long enough.
         skipped: number of proteins that were too short.
-        against_frozen: the quantisation error; None if no protein was long enough.
-        against_full: the total error, likewise.
+        against_frozen: the quantisation error; None at full precision, and if no protein was long enough.
+        against_full: the total error, at full precision the freezing error; None if no protein was long enough.
     """
 
     new_residues: int
@@ -120,21 +148,6 @@ class PresetEvaluation:
 
 
 @dataclass(frozen=True)
-class FrozenExtend:
-    """Frozen against full for one k and w: the freezing error, which is the same for all presets.
-
-    Attributes:
-        new_residues: k.
-        refreshed: w.
-        against_full: None if no protein was long enough.
-    """
-
-    new_residues: int
-    refreshed: int
-    against_full: TokenAccuracy | None
-
-
-@dataclass(frozen=True)
 class Frozen:
     """The frozen arm: contexts at full precision.
 
@@ -144,7 +157,7 @@ class Frozen:
     """
 
     leave_one_out: TokenAccuracy
-    extend: tuple[FrozenExtend, ...]
+    extend: tuple[Extend, ...]
 
 
 @dataclass(frozen=True)
@@ -176,3 +189,36 @@ class Provenance:
     proteins: int
     residues: int
     sequences_sha256: str
+
+
+def extensions(arms: Mapping[tuple[int, int], Arms], lengths: Sequence[int], preset: str | None) -> tuple[Extend, ...]:
+    """Figure 2 for every k and w.
+
+    Args:
+        arms: by k and w.
+        lengths: of the proteins.
+        preset: its name; None for contexts at full precision.
+    """
+    found = []
+    for (k, w), one in arms.items():
+        skipped = sum(length <= k for length in lengths)
+        against_frozen = None if preset is None else _optional(one.turbo_frozen[preset])
+        against_full = _optional(one.frozen_full if preset is None else one.turbo_full[preset])
+        found.append(Extend(k, w, len(lengths) - skipped, skipped, against_frozen, against_full))
+    return tuple(found)
+
+
+def _optional(comparison: Comparison) -> TokenAccuracy | None:
+    return TokenAccuracy.of(comparison) if len(comparison) else None
+
+
+def _by(labels: Sequence[str | None], comparison: Comparison) -> dict[str, Accuracy]:
+    """Figures of the residues with each label, sorted by label; residues labelled None are left out."""
+    errors, array = comparison.residues, np.array(labels, dtype=object)
+    return {label: errors[array == label].accuracy() for label in sorted({x for x in labels if x}, key=_sort_key)}
+
+
+def _sort_key(label: str) -> tuple[int, Hashable]:
+    """Sort ranges by their first number, other labels by name."""
+    number = re.search(r"\d+", label)
+    return (int(number[0]) if number else 0, label)

@@ -18,9 +18,15 @@ from esm_turbo.evaluate.families import after_homologs
 from esm_turbo.evaluate.memory import measure_memory
 from esm_turbo.evaluate.precision import compare_forwards, whole_forwards
 from esm_turbo.evaluate.presets import Presets, resolve_presets
-from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
-from esm_turbo.evaluate.results import Provenance
-from esm_turbo.evaluate.summary import frozen_figures, preset_figures, token_accuracy
+from esm_turbo.evaluate.protocols import Arms, Protein, extend_at_end, leave_one_out
+from esm_turbo.evaluate.results import (
+    Frozen,
+    LeaveOneOut,
+    PresetEvaluation,
+    Provenance,
+    TokenAccuracy,
+    extensions,
+)
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
@@ -80,9 +86,9 @@ def evaluate(
     precision = None
     if reference is not None:
         expected, found = (whole_forwards(model, proteins) for model in (reference, turbo))
-        precision = token_accuracy(compare_forwards(turbo, proteins, expected, found))
+        precision = TokenAccuracy.of(compare_forwards(turbo, proteins, expected, found))
     memory = measure_memory(turbo, proteins, list(configs.values()))
-    extend: list[ExtendArms] = []
+    extend: dict[tuple[int, int], Arms] = {}
     if has_families:
         loo = after_homologs(turbo, proteins, configs, advance("after homologs", len(proteins)))
     else:
@@ -90,16 +96,19 @@ def evaluate(
     if extend_ks and refresh_ws and not has_families:
         ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
         extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
-    return Evaluation(
-        _provenance(turbo, proteins),
-        frozen_figures(loo, extend),
-        tuple(
-            preset_figures(name, config, size, proteins, loo, extend)
-            for (name, config), size in zip(configs.items(), memory, strict=True)
-        ),
-        unavailable,
-        precision,
+    lengths = list(map(len, proteins))
+    evaluated = tuple(
+        PresetEvaluation(
+            name,
+            config.to_dict(),
+            size,
+            LeaveOneOut.of(loo.turbo_frozen[name], loo.turbo_full[name]),
+            extensions(extend, lengths, name),
+        )
+        for (name, config), size in zip(configs.items(), memory, strict=True)
     )
+    frozen = Frozen(TokenAccuracy.of(loo.frozen_full), extensions(extend, lengths, None))
+    return Evaluation(_provenance(turbo, proteins), frozen, evaluated, unavailable, precision)
 
 
 def _check_options(

@@ -10,7 +10,7 @@ import numpy as np
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.evaluate.evaluation import Evaluation
-from esm_turbo.evaluate.results import Extend, FrozenExtend
+from esm_turbo.evaluate.results import TokenAccuracy
 from esm_turbo.files.quality import Quality
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Lines, Panel, Scatter, Sheet, Table
@@ -59,16 +59,18 @@ def evaluation_sheet(result: Evaluation) -> Sheet:
 
 def _freezing(result: Evaluation) -> list[Panel]:
     """Errors of freezing and of compression, by residues refreshed, for each number of new residues."""
-    arms: dict[str, Sequence[FrozenExtend | Extend]] = {
-        f"{preset.name}, quantisation": preset.extend for preset in result.presets if preset.name != "exact"
+    arms = {
+        f"{preset.name}, quantisation": [(one, one.against_frozen) for one in preset.extend]
+        for preset in result.presets
+        if preset.name != "exact"
     }
-    arms["freezing error"] = result.frozen.extend
+    arms["freezing error"] = [(one, one.against_full) for one in result.frozen.extend]
     panels: list[Panel] = []
     for new in sorted({one.new_residues for one in result.frozen.extend}):
         refreshed = sorted({one.refreshed for one in result.frozen.extend if one.new_residues == new})
         series = {}
         for name, entries in arms.items():
-            found = {one.refreshed: _cosine_error(one) for one in entries if one.new_residues == new}
+            found = {one.refreshed: _cosine_error(side) for one, side in entries if one.new_residues == new}
             series[name] = _floored([found.get(count, np.nan) for count in refreshed])
         if any(np.isfinite(values).any() for values in series.values()):
             label = f"residues refreshed, {counted(new, 'new residue')}"
@@ -76,8 +78,7 @@ def _freezing(result: Evaluation) -> list[Panel]:
     return panels
 
 
-def _cosine_error(entry: FrozenExtend | Extend) -> float:
-    side = entry.against_frozen if isinstance(entry, Extend) else entry.against_full
+def _cosine_error(side: TokenAccuracy | None) -> float:
     return float("nan") if side is None else 1 - side.residues.cosine_mean
 
 
