@@ -11,6 +11,10 @@ nearest of -(2^w - 1) / 2, ..., -1/2, 1/2, ..., (2^w - 1) / 2. Evenly spaced lev
 Lloyd-Max levels (docs/accuracy.md), but their codes are numbers that a GPU's tensor cores multiply directly. Components
 that dominate the error of their layer although they have 8 bits are divided by steps of their own.
 
+Codes of few bits are on average smaller than what they encode. Such a layer of exact contexts looks up the few keys
+that match a query, whose scores would all be too small: there, components are multiplied by gains that make them
+unbiased.
+
 A code is stored in *slabs*, tensors of fields of 8, 4, 2 or 1 bits: the binary digits of its width (`slabs`). With
 c_f = (2^f - 1) / 2 a component is the sum over its slabs of (field - c_f) 2^shift, where `shift` is the number of bits
 of the code below the field. Every slab has mean zero, so that dropping the last one leaves a coarser code.
@@ -56,6 +60,8 @@ _MAX_OPERAND_COLUMNS = {"key": 1.0, "value": 0.75}
 _MIN_SLAB_COLUMNS = 16
 # Fraction of a component's variance that remains as error, by width.
 _DISTORTIONS = (1.0, *(gaussian_uniform(2**width).distortion for width in range(1, MAX_WIDTH + 1)))
+# A normal component times the code of its optimal levels is on average the component's variance less the error.
+_GAINS = np.array([1.0, *(1 / (1 - distortion) for distortion in _DISTORTIONS[1:])])
 # For conditioning only: 0.02 already costs accuracy.
 _SHRINKAGE = 1e-3
 # The sample is in bfloat16: components below this fraction of the largest are only its rounding error, for example
@@ -63,10 +69,13 @@ _SHRINKAGE = 1e-3
 _SAMPLE_RESOLUTION = 2.0**-9
 # A GPU kernel is compiled for each distinct pair of key and value widths.
 _MAX_PROFILES = 3
-# Share of a layer's expected error from which on components of the greatest width have steps of their own: no bits can
-# lessen their errors, and a shared step is as large as the heaviest tails of all layers need. Attention that looks up
-# positions of homologs (E1) comes here; that of ESM-2 and ESM-C stays below.
+# Share of a layer's expected error at four bits from which on components of the greatest width have steps of their own:
+# no bits can lessen their errors, and a shared step is as large as the heaviest tails of all layers need. Attention
+# that looks up positions of homologs (E1) comes here; that of ESM-2 and ESM-C stays below.
 _DOMINANT_SHARE = 2 / 3
+# Those steps reach beyond the largest component of the sample by this factor, as contexts have larger ones. What is cut
+# off there can change which key is looked up.
+_BEYOND_SAMPLE = 1.1
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,8 @@ class TurboCodec(KVCodec):
             # Steps are stored apart because the presets share the maps.
             tensors[f"{kind}_map"] = tensors[f"{kind}_map"] / tensors[f"{kind}_steps"][:, None]
             tensors[f"{kind}_inverse"] = tensors[f"{kind}_inverse"] * tensors[f"{kind}_steps"]
+            if f"{kind}_gains" in tensors:
+                tensors[f"{kind}_inverse"] = tensors[f"{kind}_inverse"] * tensors[f"{kind}_gains"]
             size = run_size(self.geometry.head_dim)
             widths = tensors[f"{kind}_widths"].long().repeat_interleave(size)
             # Shifted, as no device promises exact powers.
@@ -219,6 +230,8 @@ class TurboCodec(KVCodec):
         offset = torch.zeros(self.geometry.head_dim, device=device)
         if f"{kind}_residual" in packed:
             offset = packed[f"{kind}_residual"].float() @ state[f"{kind}_map"].transpose(-1, -2)
+            if f"{kind}_gains" in state:
+                offset = offset / state[f"{kind}_gains"]
         # A word holds eight codes of eight bits, which never carry into each other.
         words = torch.zeros((*shape, self.geometry.head_dim // GROUP_SIZE), dtype=torch.int64, device=device)
         for index, slab in enumerate(self.slabs[kind][layer_idx]):
@@ -286,7 +299,11 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
     # An error of a value reaches the output weighted by attention.
     errors = {"key": variances["key"], "value": variances["value"] * sensitivity.attention[..., None]}
     pairs = [_allocate_bits(errors["key"].sum(1), errors["value"].sum(1), size, num_bytes) for num_bytes in budgets]
-    dominant = [_dominant_runs(errors, pair, size) for pair in pairs]
+    # Four bits per number take as many bytes as a head has components.
+    four_bits = _allocate_bits(errors["key"].sum(1), errors["value"].sum(1), size, head_dim)
+    dominant = _dominant_runs(errors, four_bits, size)
+    # Tokens that are stored unquantised would be multiplied by gains, too; exact contexts have none.
+    gained = np.any([runs.any(1) for runs in dominant.values()], axis=0) & (not statistics.specials.keys.count)
     shared = {"inv_freq": _f32(np.tile(statistics.inv_freq, (len(layers), 1)))}
     states: list[dict[str, Tensor]] = [{} for _ in budgets]
     for kind, widths in zip(maps, zip(*pairs, strict=True), strict=True):
@@ -298,13 +315,16 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
         }
         samples = [one.samples for one in maps[kind]]
         steps = _fit_steps(samples, weights[kind], widths, size)
-        for state, one, step, runs in zip(states, widths, steps, dominant, strict=True):
-            for layer, run in np.argwhere(runs[kind]):
+        for state, one, step in zip(states, widths, steps, strict=True):
+            for layer, run in np.argwhere(dominant[kind] & (one == MAX_WIDTH)):
                 own = slice(run * size, (run + 1) * size)
                 step[layer, own] = _own_steps(
                     samples[layer][..., own], weights[kind][layer], errors[kind][layer, :, own]
                 )
             state |= {f"{kind}_steps": _f32(step), f"{kind}_widths": torch.from_numpy(one)}
+            if gained.any():
+                gains = np.where(gained[:, None], _GAINS[one], 1.0)
+                state[f"{kind}_gains"] = _f32(gains.repeat(size, axis=1))
     return [shared | state for state in states]
 
 
@@ -416,7 +436,9 @@ def _dominant_runs(
 
 
 def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) -> list[float]:
-    """The step of each component of a run of the greatest width; heads count as their errors do.
+    """The step of each component of a run of the greatest width: the best one, or that which cuts nothing off.
+
+    Heads count as their errors do.
 
     Args:
         samples: the components of the sample, standardised, [heads, tokens, size].
@@ -424,10 +446,12 @@ def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) 
         errors: expected error of each component at 0 bits, [heads, size].
     """
     weights = weights / np.maximum(weights.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return [
-        uniform_quantizer(samples[..., i], 2**MAX_WIDTH, weights * errors[:, i, None]).step
-        for i in range(samples.shape[2])
-    ]
+    steps = []
+    for i in range(samples.shape[2]):
+        best = uniform_quantizer(samples[..., i], 2**MAX_WIDTH, weights * errors[:, i, None]).step
+        whole = 2 * float(np.abs(samples[..., i]).max()) / (2**MAX_WIDTH - 1)
+        steps.append(_BEYOND_SAMPLE * max(best, whole))
+    return steps
 
 
 def _fit_steps(

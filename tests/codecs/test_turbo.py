@@ -669,12 +669,33 @@ def test_components_that_dominate_a_layer_have_steps_of_their_own():
     assert widths[0, 0] == widths[1, 0] == 8
     assert len(plain["value_steps"][:, :8].unique()) == len(steps[1, :8].unique()) == 1
     # Uniform numbers of unit size end at the square root of 3.
-    assert steps[0, 0].item() == pytest.approx(2 * 3**0.5 / 256, rel=0.01)
+    assert steps[0, 0].item() == pytest.approx(1.1 * 2 * 3**0.5 / 255, rel=0.02)
     assert steps[0, 0] < 0.6 * steps[1, 0]
     x = torch.from_numpy(values[0].astype(np.float32))[None]
     _, decoded = codec.decode(0, codec.encode(0, torch.zeros_like(x), x))
     # Uniform rounding of 6,000 to 256 levels; the shared step would leave three times as much.
     assert (decoded - x)[..., 5].square().mean() < 1.5 * (6000 / 256) ** 2 / 12
+
+
+def test_layers_that_look_up_positions_are_read_unbiased():
+    """Codes are smaller than what they encode; where queries look up keys, gains make up for it."""
+    rng = np.random.default_rng(0)
+    keys, values = (correlated(rng, 2000, 64, decay=0.1) for _ in range(2))
+    values[0] += 3000 * rng.uniform(-1, 1, (HEADS, 2000, 1)) * np.eye(64)[5]
+    codec = fitted(TURBO[2], statistics_of(keys, values))
+    slopes = []
+    for layer in range(LAYERS):
+        # Of the first block, as in the statistics.
+        x = torch.from_numpy(keys[layer].reshape(HEADS, 40, 50, 64).swapaxes(0, 1)).float()
+        stored, _ = codec.transform(layer, x, x)
+        read, _ = codec.transform(layer, *codec.decode(layer, codec.encode(layer, x, x)))
+        of_components = (stored * read).sum((0, 1, 2)) / stored.square().sum((0, 1, 2))
+        slopes.append(of_components[(codec.state["key_widths"][layer] == 2).repeat_interleave(8)].mean().item())
+    assert slopes[0] == pytest.approx(1, abs=0.02)
+    assert max(slopes[1:]) < 0.93
+    # Gains would also multiply tokens that are stored unquantised.
+    is_special = np.arange(2000) < 10
+    assert not any("gains" in name for name in fitted(TURBO[2], statistics_of(keys, values, is_special)).state)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -26,6 +26,14 @@ def codec_of(preset: str, head_dim: int) -> KVCodec:
 
 
 @cache
+def codec_with_gains(preset: str, head_dim: int) -> KVCodec:
+    """The same of layers that look up positions, whose components are multiplied by gains of 1 to 2."""
+    codec, generator = codec_of(preset, head_dim), torch.Generator().manual_seed(head_dim)
+    gains = {f"{kind}_gains": 1 + torch.rand(2, head_dim, generator=generator) for kind in ("key", "value")}
+    return type(codec)(codec.config, codec.geometry, codec.state | gains)
+
+
+@cache
 def _statistics(head_dim: int):
     rng = np.random.default_rng(head_dim)
     keys, values, queries = (correlated(rng, 300, head_dim) for _ in range(3))

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.esm import modeling_esm
 
+from esm_turbo.codecs import KVCodec
 from esm_turbo.config import TurboConfig
 from esm_turbo.ops import reference, torch_ops
-from tests.helpers.attention_cases import LAYER, codec_of, make_case
+from tests.helpers.attention_cases import LAYER, codec_of, codec_with_gains, make_case
 from tests.helpers.codec_samples import certain_tokens
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -136,6 +137,17 @@ def named_contexts(draw: st.DrawFn) -> dict[str, object]:
 def test_rows_name_their_contexts(preset: str, case: dict[str, object]) -> None:
     """One context after another, or row by row as in the reference: to 1e-5 of the largest output, in float32."""
     codec = codec_of(preset, 16)
+    check_against_float64(codec, case)
+
+
+@settings(max_examples=15)
+@given(case=named_contexts())
+def test_components_have_gains(case: dict[str, object]) -> None:
+    """As they have for exact contexts, where no token is protected."""
+    check_against_float64(codec_with_gains("turbo3", 16), case | {"slots": 0})
+
+
+def check_against_float64(codec: KVCodec, case: dict[str, object]) -> None:
     made = make_case(codec, **case)
     expected = made.expected()
     for module in (torch_ops, reference):

@@ -23,7 +23,7 @@ from esm_turbo.ops import attention_plan, triton_attention
 from esm_turbo.ops.stream_k import StreamKSchedule
 from esm_turbo.ops.triton_attention import pack_mask
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
-from tests.helpers.attention_cases import LAYER, Case, codec_of, make_case
+from tests.helpers.attention_cases import LAYER, Case, codec_of, codec_with_gains, make_case
 from tests.helpers.models import random_ids
 from tests.helpers.triton_devices import DTYPES, RecordedCalls, on_devices, right_triton  # noqa: F401 - the fixture
 
@@ -73,6 +73,15 @@ def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> 
     codec = codec_of(preset, head_dim)
     assert triton_attention.can_run(codec)
     case = make_case(codec, lengths=(70, 33), slots=2, masked=True, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices(
+    "preset, head_dim", cpu=[("turbo3", 16), ("turbo1", 64)], gpu=itertools.product(("turbo3", "turbo1"), HEAD_DIMS)
+)
+def test_components_have_gains(device: str, preset: str, head_dim: int) -> None:
+    codec = codec_with_gains(preset, head_dim)
+    case = make_case(codec, lengths=(70, 33), masked=True, device=device)
     assert_close(attend(case, codec), case.expected())
 
 

@@ -25,7 +25,7 @@ from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
 from esm_turbo.ops import torch_ops, triton_encode
 from esm_turbo.ops.backends import KVBackend, TorchBackend, TritonBackend
-from tests.helpers.attention_cases import LAYER, _statistics, codec_of
+from tests.helpers.attention_cases import LAYER, _statistics, codec_of, codec_with_gains
 from tests.helpers.codec_samples import fitted
 from tests.helpers.triton_devices import DTYPES, RecordedCalls, on_devices, right_triton  # noqa: F401 - the fixture
 
@@ -277,6 +277,16 @@ def test_same_bytes_for_the_same_transformed_numbers(device: str, preset: str, h
     assert_equal(found_protected, to_bfloat16(protected, device))
     if isinstance(codec, TurboCodec):
         assert_same_residuals(rows, found, tokens, codec)
+
+
+@on_devices("head_dim", cpu=[16, 64], gpu=HEAD_DIMS)
+def test_gains_are_those_of_reading(device: str, head_dim: int) -> None:
+    """They change no codes, and the mean residuals as in PyTorch."""
+    codec, plain = codec_with_gains("turbo3", head_dim), codec_of("turbo3", head_dim)
+    tokens = replace(ragged_tokens(codec), protected=None)
+    found, _, rows = encode(tokens, codec, device)
+    assert_equal(found, encode(tokens, plain, device)[0])
+    assert_same_residuals(rows, found, tokens, codec)
 
 
 SIZES = [*itertools.product(PRESETS, (16, 64)), ("turbo3", 24), ("turbo2", 32), ("turbo4", 128), ("paper", 128)]
