@@ -17,7 +17,7 @@ class Limits:
         inputs: sequences per request for embeddings.
         samples: generated sequences per request.
         averaged: contexts of homologs that a request averages.
-        tokens: that the model runs for one request.
+        tokens: that the model runs for one request, or for each context that it averages.
         contexts: in the store; further ones are refused.
         body_bytes: of a request.
         queue: requests that wait or run.

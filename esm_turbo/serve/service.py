@@ -184,7 +184,7 @@ class Service:
             raise invalid(str(error), "variants", wrong) from None
         if not rows.groups[0].count:
             raise invalid("there is nothing to substitute", "variants")
-        return self._small(ItemJob("variants", rows, arm), "refresh")
+        return self._small(ItemJob("variants", rows, arm), "variants" if homologs else "refresh", len(homologs))
 
     def embed_job(self, request: EmbeddingsRequest) -> EmbedJob:
         """The job of embedding sequences."""
@@ -260,7 +260,7 @@ class Service:
                 raise invalid(f"names position {position}, where nothing is generated", "allowed", str(position))
         stored = homologs is None and request.context is not None
         job = GenerateJob(codes.decode(ids), len(ids), codes.around, options, request.seed, stored, homologs)
-        return self._small(job, "sequence")
+        return self._small(job, "sequence", len(homologs or ()))
 
     @property
     def _reads_one(self) -> str:
@@ -352,11 +352,12 @@ class Service:
             raise invalid(f"has {len(ids):,} residues; at most {longest:,} are allowed", *field)
         return ids
 
-    def _small(self, job: _Job, field: str) -> _Job:
-        """The job, unless it is too large to be run."""
-        most = self.limits.tokens
+    def _small(self, job: _Job, field: str, contexts: int = 0) -> _Job:
+        """The job, unless it is too large to be run. Contexts that it averages are read one after the other."""
+        most = self.limits.tokens * max(1, contexts)
         if job.tokens > most:
-            raise invalid(f"needs about {job.tokens:,} tokens; at most {most:,} are allowed per request", field)
+            allowed = f"at most {most:,} are allowed per request{' with so many contexts' * (contexts > 1)}"
+            raise invalid(f"needs about {job.tokens:,} tokens; {allowed}: divide it into several", field)
         return job
 
 

@@ -67,6 +67,21 @@ def test_variants_are_those_of_the_library(client, e1, context, other, method):
         assert (answer.json["context"], answer.json["run"]["preset"]) == (given, expected.preset)
 
 
+def test_each_context_that_is_averaged_may_take_as_many_tokens(e1, tmp_path):
+    with running(e1, tmp_path / "store", Limits(tokens=600)) as client:
+        keys = [client.add(HOMOLOGS), client.add(OTHERS)]
+        for context in (keys[0], keys):
+            assert client.post("/v1/variants", {"sequence": PROTEIN, "context": context}).status == 200
+        for context, most in (
+            (keys[0], "600 are allowed per request"),
+            (keys, "1,200 are allowed per request with so"),
+        ):
+            answer = client.post("/v1/variants", {"sequence": PROTEIN * 2, "context": context})
+            assert answer.status == 422 and answer.fields == [["body", "variants"]]
+            message = answer.json["detail"][0]["msg"]
+            assert f"at most {most}" in message and message.endswith("divide it into several")
+
+
 def test_compressed_contexts_are_those_of_the_library_and_outlive_the_service(tmp_path):
     turbo3 = TurboEsm.from_pretrained(E1_MINI, preset="turbo3", device="cpu")
     with running(turbo3, tmp_path / "store") as client:
