@@ -74,10 +74,10 @@ test-docs: $(VENV)/.installed-dev  ## run the code blocks of README.md and docs/
 	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) -m docs tests/docs $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
-	$(VENV)/bin/python -m pytest -m "not browser and not compare and not interpreter and not mps and not network and not docs" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not browser and not interpreter and not mps and not network and not docs" $(PYTEST_ARGS)
 
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
-	$(VENV)/bin/python -m pytest -m "not browser and not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not browser and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
 
 test-browser: $(VENV)/.installed-browser  ## drive the page of `esm-turbo serve`, and those of pictures, in Chromium, which the system must have with its driver
 	$(SINGLE_THREADED) $(VENV)/bin/python -m pytest -m browser tests/serve tests/pictures $(PYTEST_ARGS)

@@ -138,17 +138,17 @@ class TurboConfig:
         """
         if isinstance(preset, TurboConfig):
             return preset
-        if not isinstance(preset, str) or preset not in _NAMED:
-            near = difflib.get_close_matches(preset, _NAMED, n=1, cutoff=0.5) if isinstance(preset, str) else []
+        if not isinstance(preset, str) or preset not in PRESETS:
+            near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.5) if isinstance(preset, str) else []
             hint = f"; did you mean {near[0]}?" if near else ""
             known = f"{', '.join(PRODUCT_PRESETS)}, or another of docs/concepts.md"
             raise ValueError(f"`preset` must be one of {known}, got {preset!r}{hint}")
-        return _NAMED[preset]
+        return PRESETS[preset]
 
     @property
     def name(self) -> str:
         """The preset's name, or `custom-` followed by a digest of the options."""
-        for name, config in _NAMED.items():
+        for name, config in PRESETS.items():
             if config == self:
                 return name
         return "custom-" + hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
@@ -203,13 +203,6 @@ COMPARISON_PRESETS: dict[str, TurboConfig] = {
 """Other methods, for comparison; calibration fits them on first use only."""
 
 PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
-
-OPTIONAL_PRESETS: dict[str, TurboConfig] = {
-    f"{codec}{bits}": TurboConfig(codec=codec, bits=bits) for codec in ("quanto", "hqq") for bits in (4, 2)
-}
-"""More methods for comparison, which need the packages of the extra `compare`."""
-
-_NAMED = PRESETS | OPTIONAL_PRESETS
 
 DEFAULT_PRESET = "turbo3"
 

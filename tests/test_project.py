@@ -45,7 +45,7 @@ def ranges() -> list[Requirement]:
 
 
 # For work on the package: the others are for its users.
-DEVELOPMENT = {"browser", "compare", "dev", "docs", "notebooks", "test"}
+DEVELOPMENT = {"browser", "dev", "docs", "notebooks", "test"}
 
 
 def test_one_extra_installs_what_all_others_for_users_do() -> None:

@@ -49,10 +49,8 @@ _FAMILIES: Mapping[str, Sequence[str]] = {
     "KIVI": ["kivi4", "kivi2"],
     "int": ["int8", "int4"],
     "fp8": ["fp8"],
-    "quanto": ["quanto4", "quanto2"],
-    "HQQ": ["hqq4", "hqq2"],
 }
-_MARKERS = "osD^v<>Pp*hXd"
+_MARKERS = "osD^v<>Pp*h"
 _LABELLED = ("turbo",)
 _FREEZING = "freezing error"
 _SETS = {"cath_val200": "CATH domains", "long_human": "proteins of 600 to 1,022 residues"}

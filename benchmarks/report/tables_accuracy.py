@@ -9,13 +9,13 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import cosine, small, source, table
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS
+from esm_turbo.config import COMPARISON_PRESETS
 
 _DOMAINS, _LONG = "cath_val200", "long_human"
 # Kinds of records, and the models they were measured with.
 _FAMILIES = {"accuracy": "ESM-2", "families": "ESM-C"}
 _BOTH = "esm2-mini and esmc-mini"
-_OTHERS = [*COMPARISON_PRESETS, *OPTIONAL_PRESETS]
+_OTHERS = list(COMPARISON_PRESETS)
 _SIZES_SOURCE = (
     "Size of a cache of 1,024 tokens with everything stored for it. It follows from the geometry alone; no weights are"
     " needed. `benchmarks/results/memory.jsonl`.\n"

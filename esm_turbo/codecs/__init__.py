@@ -9,7 +9,6 @@ from esm_turbo.codecs.exact import ExactCodec
 from esm_turbo.codecs.lut import LutCodec
 from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.fp8 import Fp8Codec
-from esm_turbo.codecs.peers.hugging_face import HqqCodec, QuantoCodec
 from esm_turbo.codecs.peers.hybrid import HybridCodec
 from esm_turbo.codecs.peers.integer import Int4Codec, Int8Codec
 from esm_turbo.codecs.peers.kivi import KiviCodec
@@ -25,7 +24,6 @@ CODECS: dict[str, type[KVCodec]] = {
     "lut": LutCodec,
     "turbo": TurboCodec,
     "fp8": Fp8Codec,
-    "hqq": HqqCodec,
     "hybrid": HybridCodec,
     "int4": Int4Codec,
     "int8": Int8Codec,
@@ -33,7 +31,6 @@ CODECS: dict[str, type[KVCodec]] = {
     "polarquant": PolarQuantCodec,
     "qjl": QjlCodec,
     "qjl_outliers": QjlOutlierCodec,
-    "quanto": QuantoCodec,
     "spectral": SpectralCodec,
     "spectral8": Spectral8Codec,
     "spectral_layers": SpectralLayersCodec,

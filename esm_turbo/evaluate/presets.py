@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from esm_turbo.config import OPTIONAL_PRESETS, PRESETS, TurboConfig
-from esm_turbo.files.extras import install_hint
+from esm_turbo.config import PRESETS, TurboConfig
 from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 ALL = "all"
-"""In place of a preset: all presets, including those of optional packages."""
+"""In place of a preset: all presets."""
 
 Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | TurboConfig | None
 
@@ -21,8 +20,7 @@ Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | 
 def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, TurboConfig], dict[str, str]]:
     """The options of presets by name, in the order given.
 
-    A preset given by name must be available; presets of `ALL` that this model or installation does not support are left
-    out.
+    A preset given by name must be available; presets of `ALL` that this model does not support are left out.
 
     Args:
         turbo: the model with its calibration.
@@ -33,7 +31,7 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
         The options, and the reason for every preset that is left out.
 
     Raises:
-        ValueError: there is no preset, or one that does not exist or that this model or installation does not support.
+        ValueError: there is no preset, or one that does not exist or that this model does not support.
     """
     esm = turbo.model.base_model
     if presets is None:
@@ -47,7 +45,7 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
         configs, required = {}, set()
         for preset in presets:
             if preset == ALL:
-                configs |= {config.name: config for config in (PRESETS | OPTIONAL_PRESETS).values()}
+                configs |= PRESETS
             else:
                 config = TurboConfig.from_preset(preset)
                 configs[config.name] = config
@@ -64,6 +62,5 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
         except ValueError as error:
             if name in required:
                 raise
-            missing = isinstance(error.__cause__, ImportError)
-            unavailable[name] = f"not installed: {install_hint('compare')}" if missing else str(error)
+            unavailable[name] = str(error)
     return {name: config for name, config in configs.items() if name not in unavailable}, unavailable

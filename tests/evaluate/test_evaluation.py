@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from esm_turbo import TurboEsm
-from esm_turbo.config import OPTIONAL_PRESETS, PRESETS
+from esm_turbo.config import PRESETS
 from esm_turbo.evaluate import Evaluation
 from esm_turbo.evaluate.evaluation import _small
-from tests.helpers.evaluation import NOT_INSTALLED, OFF, SEQUENCES
+from tests.helpers.evaluation import OFF, SEQUENCES
 
 
 def test_table_shows_the_three_arms_with_their_figures(evaluation: Evaluation) -> None:
@@ -59,12 +59,6 @@ def test_the_overview_has_bits_and_figures_of_every_codec_by_arm(everything: Eva
         assert found[7] == f"{accuracy.top1_agreement:.4f}"
         assert rows[name, "-", "full"][0] == f"{preset.leave_one_out.against_full.residues.cosine_mean:.5f}"
     assert float(rows["frozen", "-", "full"][0]) == pytest.approx(everything["exact"].memory.bits_per_element, abs=0.01)
-
-
-def test_presets_that_are_not_installed_are_listed(everything: Evaluation) -> None:
-    text = everything.table(80)
-    for name in OPTIONAL_PRESETS:
-        assert f"\n{name}: {NOT_INSTALLED}\n" in text
 
 
 def test_skipped_proteins_are_counted(tiny: TurboEsm) -> None:

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from esm_turbo import TurboConfig, TurboEsm
 from esm_turbo.evaluate import Accuracy
-from esm_turbo.files.extras import install_hint
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMWDELKNPVYACCTI", "FVNQHLCGSHLVEALYLVCGERGFFYTPKT", "MA"]
 CLASSES = ["mainly_alpha", "mainly_beta", "mainly_alpha", None]
 OFF: dict[str, Any] = {"extend_ks": ()}
-NOT_INSTALLED = f"not installed: {install_hint('compare')}"
 
 
 def ids_of(turbo: TurboEsm, sequence: str) -> Tensor:

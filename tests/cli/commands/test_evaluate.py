@@ -2,21 +2,7 @@
 
 import json
 
-import pytest
-
-from esm_turbo.codecs.peers.hugging_face import QuantoCodec
 from esm_turbo.config import COMPARISON_PRESETS, PRESETS
-from esm_turbo.files.extras import install_hint
-
-
-@pytest.fixture
-def without_packages(monkeypatch):
-    """As if neither quanto nor HQQ were installed."""
-
-    def missing(*_):
-        raise ValueError("codec 'quanto' needs optional packages") from ImportError("optimum.quanto")
-
-    monkeypatch.setattr(QuantoCodec, "_new_layer", missing)
 
 
 def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
@@ -33,7 +19,7 @@ def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
     assert json.loads(again.out) == figures
 
 
-def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration, without_packages):
+def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration):
     fasta = write("some.fasta", ">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     options = ["--preset", "all", "--extend-ks", "2", "--refresh-ws", "0"]
     model = ["--model", tiny_folder, "--calibration", tiny_calibration(seed=0)]
@@ -44,7 +30,6 @@ def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration, withou
     for name in COMPARISON_PRESETS:
         # Leave-one-out and extension; memory shows the name alone.
         assert result.out.count(f"{name} - frozen") == 2
-    assert f"hqq2: not installed: {install_hint('compare')}" in result.out
 
 
 def test_an_unknown_preset_is_refused(esm, fasta):

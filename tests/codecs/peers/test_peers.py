@@ -12,7 +12,7 @@ from torch import Tensor
 from esm_turbo import KVCalibrator, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import CODECS, DataFreeCodec, codec_class, codec_without_calibration
 from esm_turbo.codecs.peers.grouped import GroupedCodec
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS, PRODUCT_PRESETS, Geometry, TurboConfig
+from esm_turbo.config import COMPARISON_PRESETS, PRESETS, PRODUCT_PRESETS, Geometry, TurboConfig
 from tests.helpers.peer_codecs import HEAD_DIMS, decoded, make_codec, normal, relative_mse, stored_scores
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -28,12 +28,8 @@ APPENDABLE = [name for name in COMPARISON_PRESETS if name not in GROUPED]
 def test_presets_are_products_and_comparisons():
     assert PRESETS == PRODUCT_PRESETS | COMPARISON_PRESETS
     assert not PRODUCT_PRESETS.keys() & COMPARISON_PRESETS.keys()
-    assert not PRESETS.keys() & OPTIONAL_PRESETS.keys()
     assert set(PRODUCT_PRESETS) == {"exact", "paper", "turbo4", "turbo3", "turbo2", "turbo1"}
-    assert {config.codec for config in (PRESETS | OPTIONAL_PRESETS).values()} == set(CODECS)
-    for name, config in OPTIONAL_PRESETS.items():
-        assert TurboConfig.from_preset(name) is config
-        assert config.name == name
+    assert {config.codec for config in PRESETS.values()} == set(CODECS)
 
 
 def test_calibrating_fits_the_products_only(tiny_esm, random_proteins):
