@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness.embedded import embedded, evaluation_set, exactness, rounded, shipped_proteins
 from benchmarks.harness.measure import Case, Figures
@@ -29,8 +29,14 @@ Layers = list[tuple[Tensor, Tensor, Tensor]]
 """Query, keys and values of every layer, [1, H, n, D] each, with the special tokens at both ends."""
 
 ENERGY = "energy of keys"
-SCALES = (1, 10, 60)
-"""Factors of the planted channels."""
+PLANTS = {
+    "outliers x1": (("key", "value"), 1),
+    "keys x10": (("key",), 10),
+    "keys x60": (("key",), 60),
+    "outliers x10": (("key", "value"), 10),
+    "outliers x60": (("key", "value"), 60),
+}
+"""Channels that are planted and their factor, by case."""
 PLANTED = ("fp8", "int4", "kivi4", "kivi2", "qjl_outliers", "qjl", "spectral_layers", "spectral8", "spectral")
 SIZES = (10, 60, 640)
 """Proteins of a calibration."""
@@ -78,24 +84,26 @@ def calibration_cases(max_proteins: int | None = None) -> Iterator[Case]:
 
 
 def outlier_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case for each factor of the planted channels, with a row for each codec of others: leave-one-out."""
+    """One case for each of `PLANTS`, with a row for each codec of others: leave-one-out."""
     proteins = evaluation_set("cath_val200", min(_FEWEST, max_proteins or _FEWEST))
     configs = {name: PRESETS[name] for name in PLANTED}
-    for scale in SCALES:
+    for case, (kinds, scale) in PLANTS.items():
 
-        def measure(scale: float = scale) -> list[Figures]:
-            planted = with_outliers(embedded().model, scale)
+        def measure(kinds: Sequence[str] = kinds, scale: float = scale) -> list[Figures]:
+            planted = with_outliers(embedded().model, scale, kinds)
             turbo = _calibrated(planted, shipped_proteins()[:_PLANTED_CALIBRATION], configs)
             chosen = [Protein(record.id, record.sequence) for record in proteins]
             arms = leave_one_out(turbo, chosen, configs, lambda done: None, layers=False)
             found = {name: asdict(arms.turbo_frozen[name].residues.accuracy()) for name in configs}
             return [{"preset": name, "scale": scale, "residues": rounded(errors)} for name, errors in found.items()]
 
-        yield _case(f"outliers x{scale}", proteins, measure)
+        yield _case(case, proteins, measure)
 
 
-def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> TurboEsmForMaskedLM:
-    """A copy of a model of ESM-2 that computes the same, with two channels of the keys and values of every head scaled.
+def with_outliers(
+    model: TurboEsmForMaskedLM, scale: float, kinds: Sequence[str] = ("key", "value"), seed: int = 0
+) -> TurboEsmForMaskedLM:
+    """A copy of a model of ESM-2 that computes the same, with two channels of the keys or values of every head scaled.
 
     Scaling a RoPE pair of key channels by a and the pair of query channels by 1 / a preserves every score, and scaling
     value channels by a and the columns of the output projection by 1 / a every output.
@@ -109,14 +117,20 @@ def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> Tu
     first = first + head_dim * np.arange(config.num_attention_heads)
     channels = torch.from_numpy(np.concatenate([first, first + head_dim // 2], axis=-1))
     with torch.no_grad():
-        for (query, key, value, output), (of_keys, of_values) in zip(
-            projections_of(planted.base_model), channels, strict=True
-        ):
-            for linear, rows, factor in ((query, of_keys, 1 / scale), (key, of_keys, scale), (value, of_values, scale)):
-                linear.weight[rows] *= factor
-                linear.bias[rows] *= factor
-            output.weight[:, of_values] /= scale
+        for layer, (of_keys, of_values) in zip(projections_of(planted.base_model), channels, strict=True):
+            query, key, value, output = layer
+            if "key" in kinds:
+                _scale(key, of_keys, scale)
+                _scale(query, of_keys, 1 / scale)
+            if "value" in kinds:
+                _scale(value, of_values, scale)
+                output.weight[:, of_values] /= scale
     return planted
+
+
+def _scale(linear: nn.Linear, rows: Tensor, factor: float) -> None:
+    for parameter in linear.parameters():
+        parameter[rows] *= factor
 
 
 _KINDS = ("key", "value", "score")
