@@ -187,6 +187,7 @@ def test_all_substitutions_as_by_extending_each_context(
         ("MKT,G?W", "context 1, homolog 2: position 2 is a mask, which only a query may have"),
         (["MKT", "MKJT"], "context 2: position 3 is 'J', not one of the 25 residue codes"),
         ("MK-T", "context 1: position 3 is '-'"),
+        ("MKT," + "A" * 8193, "context 1, homolog 2: 8,193 residues are too many; the model reads at most 8,192"),
         (",".join(["M"] * 512), "the wild type and context 1: 513 sequences are too many; the model reads at most 512"),
         (",".join(["A" * 8188] * 8), "the wild type and context 1: 65,5.. positions are too many"),
     ],
