@@ -37,17 +37,6 @@ class StageProgress:
         self.done = 0
         self.reported = -1
 
-    def part(self) -> Progress:
-        """A callback for a part of the stage: what it does counts here."""
-        before = 0
-
-        def report(stage: str, done: int, total: int, /) -> None:
-            nonlocal before
-            self.advance(done - before)
-            before = done
-
-        return report
-
     def within(self, stage: str, done: int, total: int, /) -> None:
         """A `Progress` of units that are counted later, when what they belong to is finished."""
         self._report(self.done + done)

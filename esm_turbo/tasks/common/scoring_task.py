@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.files.journal import Journal
+from esm_turbo.files.journal import Journal, key_of
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.tasks.common.checks import check_count
@@ -20,9 +21,8 @@ from esm_turbo.tasks.common.forwards import batch_tokens, context_config, resolv
 from esm_turbo.tasks.common.homologs import row_arm
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost, packed, piece_limit
+from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.common.resumable import run_resumable
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowRun
 from esm_turbo.tasks.common.run_info import run_settings
@@ -61,6 +61,7 @@ class ItemScores(Tabular):
 
 ItemT = TypeVar("ItemT", bound=Item)
 ScoresT = TypeVar("ScoresT", bound=ItemScores)
+_log = logging.getLogger("esm_turbo")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Scored(Generic[ScoresT]):
 
 @dataclass(frozen=True)
 class ScoringTask(ABC, Generic[ItemT, ScoresT]):
-    """A `ResumableTask` whose pieces are several items.
+    """A `Task` whose pieces are several items, and whose results a `Journal` can keep.
 
     Attributes:
         arms: in which every item is scored, at least one.
@@ -205,20 +206,16 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
         return any(one.failed is not None for one in result)
 
     def settings(self, turbo: ContextModel) -> Any:
-        """See `ResumableTask.settings`."""
+        """Everything that results depend on besides the items, as JSON values."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return [run_settings(turbo, self.arms), {name: options[name] for name in options if name != "store"}]
 
-    def content(self, piece: Sequence[ItemT]) -> Any:
-        """See `ResumableTask.content`."""
-        return piece
-
     def to_json(self, result: list[Scored[ScoresT]]) -> Any:
-        """See `ResumableTask.to_json`."""
+        """The results of a piece, none of which has failed, as JSON values."""
         return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
 
     def from_json(self, piece: Sequence[ItemT], value: Any) -> list[Scored[ScoresT]]:
-        """See `ResumableTask.from_json`."""
+        """Inverse of `to_json`."""
         return [
             Scored({arm: self.scores_from_dict(item, one[arm]) for arm in self.arms})
             for item, one in zip(piece, value, strict=True)
@@ -260,7 +257,9 @@ def score_items(
         progress: called with stage `score`, see `Progress`.
         runner: where pieces are run; None is this process.
         plan: which pieces are run; None is all.
-        journal: see `run_resumable`.
+        journal: of this output, which has the results of pieces that are done, and keeps those of others as they are
+            run. A piece with an item that failed is not kept: another time, there may be more memory. None keeps
+            nothing.
 
     Returns:
         The results, by index of the item; with a plan, of those that have any here.
@@ -281,22 +280,46 @@ def score_items(
     pieces = packed(range(len(parts)), costs, limit)
     if plan is not None:
         pieces = plan.choose(pieces, [f"{names[number]} {list(own or ())}" for number, _, own in parts], costs)
-    scored = run_resumable(
-        turbo,
-        task,
-        [[parts[index][1] for index in piece] for piece in pieces],
-        stage="score",
-        units=[len(task.arms) * sum(task.units(parts[index][1]) for index in piece) for piece in pieces],
-        progress=progress,
-        runner=runner,
-        journal=journal,
-    )
+    items_of = [[parts[index][1] for index in piece] for piece in pieces]
+    keys, scored = _kept(turbo, task, items_of, journal)
+    left = [number for number in range(len(pieces)) if number not in scored]
+    units = [len(task.arms) * sum(map(task.units, items_of[number])) for number in left]
+    runner = InProcessRunner(turbo) if runner is None else runner
+    rest = [items_of[number] for number in left]
+    for place, result in runner.run(task, rest, stage="score", units=units, progress=progress):
+        number = left[place]
+        scored[number] = result
+        if journal is not None and not task.has_failed(result):
+            journal.add(keys[number], task.to_json(result))
     found: dict[int, list[tuple[Sequence[int] | None, Scored[ScoresT]]]] = {}
-    for piece, own in zip(pieces, scored, strict=True):
-        for index, one in zip(piece, own, strict=True):
-            number, _, numbers = parts[index]
-            found.setdefault(number, []).append((numbers, one))
+    for number, piece in enumerate(pieces):
+        for index, one in zip(piece, scored[number], strict=True):
+            item, _, numbers = parts[index]
+            found.setdefault(item, []).append((numbers, one))
     return {number: Scored.joined(own) for number, own in found.items()}
+
+
+def _kept(
+    turbo: ContextModel,
+    task: ScoringTask[ItemT, ScoresT],
+    pieces: Sequence[Sequence[ItemT]],
+    journal: Journal | None,
+) -> tuple[list[str], dict[int, list[Scored[ScoresT]]]]:
+    """The keys of pieces in a journal, and the results that it has, by number of the piece."""
+    found: dict[int, list[Scored[ScoresT]]] = {}
+    if journal is None:
+        return [], found
+    settings = task.settings(turbo)
+    keys = [key_of(settings, piece) for piece in pieces]
+    for number, key in enumerate(keys):
+        if (value := journal.get(key)) is not None:
+            found[number] = task.from_json(pieces[number], value)
+    if found:
+        done = f"{len(found):,} {'is' if len(found) == 1 else 'are'} done"
+        _log.info("continuing a run that was stopped: of %s, %s", counted(len(pieces), "part"), done)
+    elif journal.is_of_another_run and not journal.added:
+        _log.info("what a stopped run has kept is of other inputs, options or versions: all is computed again")
+    return keys, found
 
 
 @dataclass(frozen=True)

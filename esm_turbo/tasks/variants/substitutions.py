@@ -83,23 +83,19 @@ def has_indel(variant: str) -> bool:
     return all(matches) and any(match is not None and len(match[5]) > 1 for match in matches)
 
 
-def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list[Substitution]:
-    """Parse a variant such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions.
+def parse_variants(variants: Sequence[str], wild_type: str, first_position: int = 1) -> list[list[Substitution]]:
+    """Parse variants such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions.
 
     Args:
-        variant: wild-type residue, position and mutant residue of each substitution.
+        variants: all numbered alike; wild-type residue, position and mutant residue of each substitution.
         wild_type: residues of the protein, upper case.
         first_position: position of the protein's first residue.
 
     Raises:
-        MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there.
+        MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there;
+            the message names the likely cause.
         ValueError: the notation is invalid, or a position appears twice.
     """
-    return parse_variants([variant], wild_type, first_position)[0]
-
-
-def parse_variants(variants: Sequence[str], wild_type: str, first_position: int = 1) -> list[list[Substitution]]:
-    """Parse variants that are numbered alike, each as `parse_variant`; an error names the likely cause."""
     parsed = []
     for variant in variants:
         try:
@@ -165,7 +161,7 @@ def unfitting(
 
 
 def _substitutions(variant: str, wild_type: str, first_position: int) -> list[Substitution]:
-    """`parse_variant`, whose errors leave out the likely cause: of many variants it is looked for once."""
+    """One of `parse_variants`; errors leave out the likely cause, which is looked for once."""
     substitutions: list[Substitution] = []
     for part, match in _matched(variant):
         if len(match[5]) > 1:

@@ -13,7 +13,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm
 from esm_turbo.tasks.variants.score import VariantScores
-from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
+from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variants
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK
 
@@ -27,7 +27,7 @@ def expected_scores(turbo: TurboEsm, logits_at: object, variants: list[str] = VA
     scores = []
     for variant in variants:
         total = 0.0
-        for one in parse_variant(variant, WILD_TYPE):
+        for one in parse_variants([variant], WILD_TYPE)[0]:
             log_probs = logits_at(one.index).double().log_softmax(0)
             letters = turbo.codes.residues
             total += float(log_probs[letters[one.mutant]] - log_probs[letters[one.wild_type]])

@@ -14,7 +14,6 @@ from esm_turbo.tasks.variants.substitutions import (
     every_substitution,
     has_indel,
     mutated,
-    parse_variant,
     parse_variants,
     parts_of,
 )
@@ -23,7 +22,7 @@ WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
 
 
 def test_a_variant_of_several_substitutions() -> None:
-    assert parse_variant(" h24c:E26k ", "HPE", 24) == [Substitution("H", 0, "C"), Substitution("E", 2, "K")]
+    assert parse_variants([" h24c:E26k "], "HPE", 24)[0] == [Substitution("H", 0, "C"), Substitution("E", 2, "K")]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_notations_of_substitutions_insertions_and_deletions(variant: str, resid
     assert parts_of(variant) == parts_of(short)
     assert has_indel(variant) == any(one in short for one in ("del", "dup", "ins"))
     if not has_indel(variant):
-        assert parse_variant(variant, "MKTAYIAK") == parse_variant(short, "MKTAYIAK")
+        assert parse_variants([variant], "MKTAYIAK")[0] == parse_variants([short], "MKTAYIAK")[0]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_invalid_insertions_and_deletions(variant: str, message: str) -> None:
 def test_all_substitutions_can_be_parsed(wild_type: str, first_position: int) -> None:
     names = all_substitutions(wild_type, first_position)
     assert len(set(names)) == len(names) == sum(20 - (residue in STANDARD_RESIDUES) for residue in wild_type)
-    parsed = [parse_variant(name, wild_type, first_position)[0] for name in names]
+    parsed = [parse_variants([name], wild_type, first_position)[0][0] for name in names]
     assert [one.index for one in parsed] == sorted(one.index for one in parsed)
     for one in parsed:
         assert wild_type[one.index] == one.wild_type != one.mutant
@@ -129,7 +128,7 @@ def test_the_order_of_all_substitutions() -> None:
 )
 def test_invalid_variants(variant: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        parse_variant(variant, WILD_TYPE)
+        parse_variants([variant], WILD_TYPE)[0]
     assert str(caught.value).startswith(message)
     # The first bad one of many is named.
     with pytest.raises(ValueError) as caught:
@@ -168,4 +167,4 @@ def test_every_substitution_has_a_name(wild_type: str, first_position: int) -> N
 
 
 def test_positions_may_begin_with_zeros() -> None:
-    assert parse_variant(f"m{'0' * 30}1a", WILD_TYPE) == [Substitution("M", 0, "A")]
+    assert parse_variants([f"m{'0' * 30}1a"], WILD_TYPE)[0] == [Substitution("M", 0, "A")]
