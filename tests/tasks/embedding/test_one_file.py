@@ -206,18 +206,20 @@ def test_a_file_that_is_complete_stays_and_takes_no_more(means, tmp_path, comput
 
 
 @BOTH
-def test_an_interrupted_run_continues(means, tmp_path, monkeypatch, computed, file_format):
-    means(tmp_path / f"whole.{file_format}")
+@pytest.mark.parametrize("count", [10, 8])
+def test_an_interrupted_run_continues(means, tmp_path, monkeypatch, computed, file_format, count):
+    means(tmp_path / f"whole.{file_format}", proteins()[:count], toks_per_batch=1)
     whole, out = len(computed), tmp_path / f"m.{file_format}"
     computed.clear()
     with monkeypatch.context() as patch:
-        full_disk(patch, 4)
+        full_disk(patch, 6)
         with pytest.raises(UnfinishedError):
-            means(out)
+            means(out, toks_per_batch=1)
     assert not out.exists() and parts_folder(out).exists() and len(computed) < whole
     with pytest.raises(ValueError, match=rf"\.m\.{file_format}\.parts: holds embeddings made with"):
         means(out, layers=(0,))
-    assert means(out).reused > 0
+    # What it left of other proteins is not in the file.
+    assert means(out, proteins()[:count], toks_per_batch=1).reused > 0
     assert content(out) == content(tmp_path / f"whole.{file_format}")
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, f"whole.{file_format}"]
 
