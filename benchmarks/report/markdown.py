@@ -26,19 +26,20 @@ def small(x: float) -> str:
     return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
 
 
-def made_by(record: Record) -> str:
-    """Versions and commit of a record in words."""
-    versions, revision = record["environment"]["versions"], record["revision"]
-    changed = " with local changes" if revision["dirty"] else ""
-    return (
-        f"torch {versions['torch']}, transformers {versions['transformers']}, commit {revision['commit'][:10]}{changed}"
+def made_by(record: Record, *others: Record) -> str:
+    """Versions of a record, and its commit and those of others, in words."""
+    versions = record["environment"]["versions"]
+    commits = dict.fromkeys(
+        one["revision"]["commit"][:10] + " with local changes" * one["revision"]["dirty"] for one in (record, *others)
     )
+    commit = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return f"torch {versions['torch']}, transformers {versions['transformers']}, {commit}"
 
 
-def source(record: Record, file: str, model: str = "esm2-mini") -> str:
-    """The source of the figures of a table: one of its records, the file, and the model in words."""
+def source(record: Record, file: str, model: str = "esm2-mini", others: Sequence[Record] = ()) -> str:
+    """The source of the figures of a table: one of its records, the file, the model in words, and other records."""
     processor = record["environment"]["processor"]
     return (
-        f"Measured with {model} in float32 on a CPU ({processor}), {made_by(record)};"
+        f"Measured with {model} in float32 on a CPU ({processor}), {made_by(record, *others)};"
         f" `benchmarks/results/{file}.jsonl`.\n"
     )

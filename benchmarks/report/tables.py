@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.report import (
     tables_accuracy,
     tables_attack,
+    tables_components,
     tables_gpu,
     tables_scoring,
     tables_serving,
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
+    | tables_components.TABLES
     | tables_gpu.TABLES
     | tables_scoring.TABLES
     | tables_serving.TABLES

@@ -105,14 +105,14 @@ def frozen_queries() -> str:
 
 def codecs() -> str:
     """Every preset that was measured, by bits: memory, and leave-one-out accuracy."""
-    rows = []
-    for name, domains in by_bits(_DOMAINS).items():
+    rows, found = [], by_bits(_DOMAINS)
+    for name, domains in found.items():
         memory, figures = _preset(domains)["memory"], _residues(domains)
         cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
         cells += [cosine(figures), small(figures["kl_mean"]), f"{figures['top1_agreement']:.4f}"]
         rows.append(cells)
     head = ["preset", "bits", "vs fp16", "cosine (1 %)", "KL", "top-1"]
-    return table(head, rows) + source(stored.accuracy(_DOMAINS, _some_other()), "accuracy")
+    return table(head, rows) + source(found["int4"], "accuracy", others=list(found.values()))
 
 
 def freezing() -> str:
@@ -255,10 +255,6 @@ def _preset(record: Record) -> dict[str, Any]:
 def _residues(record: Record) -> dict[str, float]:
     found: dict[str, float] = _preset(record)["leave_one_out"]["against_frozen"]["residues"]
     return found
-
-
-def _some_other() -> str:
-    return next(name for name in stored.accuracies(_DOMAINS) if name in _OTHERS)
 
 
 TABLES = {
