@@ -65,7 +65,8 @@ def test_what_they_are() -> None:
 # Parameters in order, with their defaults; a star alone begins those by keyword only. More may follow.
 SIGNATURES: dict[Any, str] = {
     TurboEsm.from_pretrained: (
-        "model=None, *, calibration=None, preset=None, device=None, dtype=None, backend='auto', device_map=None"
+        "model=None, *, calibration=None, preset=None, device=None, dtype=None, precision=None, backend='auto',"
+        " device_map=None"
     ),
     TurboEsm.save_pretrained: "folder",
     TurboEsm.embed: (

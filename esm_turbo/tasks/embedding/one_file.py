@@ -119,12 +119,12 @@ def merge_files(
 
     Args:
         file_format: `h5` or `parquet`.
-        out: the file to write; it may exist if it holds the same proteins, or is damaged.
+        out: the file to write; it may exist if it holds all of the proteins, or is damaged.
         folders: of the embeddings.
         orders: see `folder.merge_folders`.
 
     Raises:
-        ValueError: the settings differ, or `out` holds other proteins, or is a file of another kind.
+        ValueError: the settings differ, or `out` exists and lacks a protein, or is a file of another kind.
         ImportError: h5py or pyarrow is missing.
         OSError: the file cannot be written.
     """
