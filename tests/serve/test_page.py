@@ -138,6 +138,9 @@ def test_peptides_are_ranked(page, turbo):
         for row in page.find_elements("css selector", "#table-ranking tbody tr")
     ]
     assert [row[1] for row in rows] == [peptides[index] for index in expected.ranking()]
+    # Compared with nothing, there is no specificity to explain or to sort by.
+    hidden = page.find_elements("css selector", "#result-ranking .specific")
+    assert hidden and not any(one.is_displayed() for one in hidden)
     page.find_element("id", "csv-ranking").click()
     table = list(csv.DictReader(downloaded(page, "ranking.csv").open()))
     assert [row["candidate"] for row in table] == [row[1] for row in rows]
@@ -185,6 +188,7 @@ def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo)
     }
     assert [row[1] for row in rows] == sorted(expected, key=expected.__getitem__, reverse=True)
     assert [float(row[4]) for row in rows] == pytest.approx([expected[row[1]] for row in rows], abs=2e-3)
+    assert all(one.is_displayed() for one in page.find_elements("css selector", "#result-ranking .specific"))
     page.execute_script("arguments[0].value = '2'", page.find_element("id", "best"))
     page.find_element("id", "again").click()
     wait(lambda: len(cells(page, "ranking")[0]) == 7)

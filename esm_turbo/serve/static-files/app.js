@@ -183,6 +183,7 @@ function showRanking(answer) {
   const least = Math.min(...likelihoods);
   const largest = Math.max(...likelihoods) - least || 1;
   const specific = rows.some((one) => one.specificity != null);
+  for (const one of document.querySelectorAll("#result-ranking .specific")) one.hidden = !specific;
   const inSpreads = rows.some((one) => one.specificity_z != null);
   const again = rows.some((one) => one.again);
   const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"], ["mean log p (nats per residue)", ""]];
