@@ -44,8 +44,10 @@ def evaluation_sheet(result: Evaluation) -> Sheet:
         if preset.leave_one_out.by_layer
     }
     if by_layer:
+        # A single line has no legend.
+        error = f"relative RMS error of hidden states{f', {names[0]}' if len(by_layer) == 1 else ''}"
         layers = list(range(1, 1 + len(next(iter(by_layer.values())))))
-        layout.append([Lines(layers, by_layer, "layer", "relative RMS error of hidden states", log_y=True)])
+        layout.append([Lines(layers, by_layer, "layer", error, log_y=True)])
     layout += [panels] if (panels := _freezing(result)) else []
     caption = (
         f"model {about.model}, device {about.device}, {about.dtype}, backend {about.backend}. The freezing error is"

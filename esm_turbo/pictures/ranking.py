@@ -8,8 +8,9 @@ import numpy as np
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
+from esm_turbo.proteins.fasta import UNKNOWN
 from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
-from esm_turbo.tasks.scoring.score import Scores
+from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 
 _BEST = 20
 _PERPLEXITY = "pseudo-perplexity (lower is better)"
@@ -39,8 +40,7 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     layout: list[Sequence[Panel]] = [
         [
             Bars(names, bars[best], bar_label, f"best {len(best)}, {arm}"),
-            _residues([scores.scores[index].log_probabilities for index in best],
-                      [scores.scores[index].candidate for index in best], names),
+            _residues([scores.scores[index] for index in best], names),
         ]
     ]  # fmt: skip
     marks = {"best": float(values.max()), "median": float(np.median(values))}
@@ -91,12 +91,15 @@ def _specificities(scores: Scores) -> tuple[Array, str]:
     return np.array(found, dtype=np.float64), f"specificity ({unit}, higher is better)"
 
 
-def _residues(log_probs: Sequence[Sequence[float]], sequences: Sequence[str], names: Sequence[str]) -> Heatmap:
-    """Log-probabilities of the residues of candidates, one below the other."""
+def _residues(scores: Sequence[CandidateScore], names: Sequence[str]) -> Heatmap:
+    """Log-probabilities of the residues of candidates, one below the other; residues left out have no colour."""
+    sequences = [one.candidate for one in scores]
     width = max(map(len, sequences))
     values = np.full((len(sequences), width), np.nan)
-    for row, own in enumerate(log_probs):
-        values[row, : len(own)] = own
+    for row, one in enumerate(scores):
+        values[row, : len(one.candidate)] = one.log_probabilities
+        if one.unknown_residues == "omit":
+            values[row, [column for column, residue in enumerate(one.candidate) if residue in UNKNOWN]] = np.nan
     hover = [
         [f"{name}, {residue}{number}" for number, residue in enumerate(sequence.ljust(width), start=1)]
         for name, sequence in zip(names, sequences, strict=True)
