@@ -17,6 +17,8 @@ _POSITION_DIGITS = 18
 _CHANGE = re.compile(
     r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins([A-Z]+))", re.IGNORECASE | re.ASCII
 )
+# A residue deleted and another one inserted in its place, which is a substitution.
+_SWAP = re.compile(r"^([A-Z]-?[0-9]+)delins([A-Z])$", re.IGNORECASE | re.ASCII)
 # The part of a name that is of the protein: of `NP_1.1:p.(Ser1Ala)`, and of `NM_1.2(ABC):c.1T>G (p.Ser1Ala)`.
 _HGVS = re.compile(r"(?:^|[:(\s])p\.(.+)$", re.ASCII | re.DOTALL)
 _NAME = re.compile(r"[A-Z][a-z]{2}", re.ASCII)
@@ -27,7 +29,7 @@ _RESIDUES = (
 _LETTERS = {one[:3]: one[3] for one in _RESIDUES.split()}
 _HOW = (
     "write the residue, its position and the mutant, such as H24C or p.His24Cys; several as H24C:E26K, insertions and"
-    " deletions as K2_G4del, K2_G3insQS or K2delinsW"
+    " deletions as K2_G4del, K2_G3insQS or K2delinsWC"
 )
 
 
@@ -69,7 +71,8 @@ def split_variant(variant: str) -> list[str]:
     if (found := _HGVS.search(text)) is not None:
         text = re.sub(r"[][()\s]", "", found[1]).replace(";", ":")
     parts = (_NAME.sub(lambda name: _LETTERS.get(name[0], name[0]), part.strip()) for part in text.split(":"))
-    return [part[0] + part[1:-1] + part[0] if part.endswith("=") else part for part in parts]
+    parts = (part[0] + part[1:-1] + part[0] if part.endswith("=") else part for part in parts)
+    return [_SWAP.sub(r"\1\2", part) for part in parts]
 
 
 def is_variant(text: str) -> bool:
