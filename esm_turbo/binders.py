@@ -174,7 +174,7 @@ def generate_binders(
     )
     masked = residues + "".join(own if keep else "<mask>" for own, keep in zip(places, kept, strict=True))
     seeds = row_seeds(seed, num_return_sequences)
-    counter = StageProgress(progress, "generate", num_return_sequences)
+    counter = StageProgress(progress, "generate", num_return_sequences * len(places))
     size = max(1, protein_tokens(toks_per_batch, turbo) // (len(residues) + len(places) + 2))
     drawn: dict[str, tuple[float, int]] = {}
     for begin in range(0, num_return_sequences, size):
@@ -182,7 +182,7 @@ def generate_binders(
         output = generate_batch(turbo, [masked] * len(own), options, own)
         for peptide, mean, one in zip(output.sequences, output.mean_log_probs, own, strict=True):
             drawn.setdefault(peptide[-len(places) :], (mean, one))
-        counter.advance(len(own))
+        counter.advance(len(own) * len(places))
     candidates = list(drawn)
     found = score(
         turbo,

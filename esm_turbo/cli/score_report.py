@@ -30,9 +30,11 @@ _UNITS = {
 _APPROXIMATE = "compare ranks: single values are approximate"
 # By the unit in which specificity ranks.
 _SPECIFICITIES = {
-    "s.d.": "specificity_z, in s.d. of the background",
+    "s.d.": "specificity, in standard deviations of the background",
     "nats": "specificity, in nats per residue",
 }
+# Columns of a candidate that was scored again.
+_EXACT = ("by full", "rank by full")
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -49,6 +51,8 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
     parts: list[object] = [_target_table(result, shown) for result in run.results if few and shown]
     if not few:
         parts.append(_targets_summary(run.results))
+        if any(one.rescored for one in run.results):
+            parts.append("--top 10 shows ten candidates of each target, also those that were scored again")
     if any(result.agreement for result in run.results):
         parts.append(_agreement_table(run.results, few))
     exact = any(one.rescored or "full" in one.scores for one in run.results)
@@ -173,7 +177,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
             *("rank", "candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
             f"specificity, {unit}" if unit else f"pseudo-log-lik.{of_arm}",
-            *(["by full", "rank"] if again else []),
+            *(_EXACT if again else []),
         ],
         rows,
         left=(0, 1, 2),
@@ -202,19 +206,22 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
     """One row per target, with its best candidate."""
     rows = []
     unit, _ = results[0].scores[results[0].reference].specificities()
+    again = any(result.rescored for result in results)
     for result in results[:_ROWS]:
         best = result.ranking()[0]
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
         _, specificities = result.scores[result.reference].specificities()
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
-        rows.append([result.target.id, *counts, *cells, *([_number(specificities[best])] if unit else [])])
+        exact = _rescored_cells(result).get(best, ["", ""]) if again else []
+        rows.append([result.target.id, *counts, *cells, *([_number(specificities[best])] if unit else []), *exact])
     return text_table(
         f"best candidates of {len(results):,} targets",
         [
             *("target", "residues", "candidates", "best candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
             *([f"specificity, {unit}"] if unit else []),
+            *(_EXACT if again else []),
         ],
         rows,
         left=(0, 3, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from rich.console import Console
@@ -71,6 +72,26 @@ def test_many_targets_have_a_row_each_unless_asked(turbo: TurboEsm) -> None:
     lines = lines_of(score_report(run, 1))
     assert sum(line.strip() == "and 1 more" for line in lines) == 4
     assert row(lines, "t3", "turbo")
+
+
+def test_a_summary_shows_the_exact_value_of_the_best_and_how_far_it_moved(turbo: TurboEsm) -> None:
+    targets = [ProteinRecord(f"t{i}", "MKTAYIAKQRQISF" + "G" * i) for i in range(4)]
+    candidates = [Candidate(name, name) for name in ("AC", "WT", "GSGS")]
+    run = score_records(turbo, targets, candidates, ("turbo",))
+    # As if the arm full exchanged the first two.
+    for result in run.results[1:]:
+        best, second, _ = result.ranking()
+        scores = result.scores["turbo"]
+        result.scores["turbo"] = replace(scores, rescored={best: scores.scores[second], second: scores.scores[best]})
+    report = score_report(run, None)
+    lines = lines_of(report)
+    assert any("by full" in line and "rank by full" in line for line in lines)
+    assert row(lines, "t0")[-2:] == ["", ""]
+    for result in run.results[1:]:
+        exact = result.rescored[result.ranking()[0]].pseudo_perplexity
+        assert row(lines, result.target.id)[-2:] == [f"{exact:.3f}", "2 (-1)"]
+    assert any(line.startswith("--top 10 shows ten candidates of each target") for line in lines)
+    assert not any("approximate" in line for line in lines)
 
 
 def test_summaries_are_bounded(turbo: TurboEsm) -> None:

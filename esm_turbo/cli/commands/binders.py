@@ -104,6 +104,8 @@ def binders(
     compared, decoys = read_background(background, letters, targets=1)
     if compared == "targets" and len(good) < 2:
         raise ValueError(f"--background targets needs several targets, {targets} has one; give decoys")
+    if sort_by == "specificity" and compared is None:
+        raise ValueError("--sort-by specificity needs a --background, such as decoys")
     turbo = load_model(model)
     good = readable(turbo, targets, good, bad)
     from esm_turbo.model.memory import is_out_of_memory
@@ -114,7 +116,7 @@ def binders(
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
     found = {}
-    with opened_store(store, turbo) as contexts, progress_bar("units") as progress:
+    with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
         for record in good:
             others = [one.sequence for one in decoys]
             if compared == "targets":

@@ -119,7 +119,7 @@ def score(
     _mention_unknown(read, screen.unknown_residues)
     per_candidate = sum(len(good) if one.target is None else 1 for one in read) // len({one.sequence for one in read})
     background, contexts = read_background(screen.background, letters, per_candidate)
-    if screen.background == "decoys":
+    if contexts:
         say(f"{counted(len(contexts), 'decoy')}, at a cost of {len(contexts) / per_candidate:.2f} times the pairs")
     compares = background is not None and (bool(contexts) or shared_candidates(good, read))
     if screen.sort_by == "specificity" and not compares:
@@ -162,6 +162,7 @@ def score(
             save(partial(run.write, run=used, settings=settings | chosen), sharding.out)
     if matrix is not None and run.results:
         save(partial(run.matrix(screen.sort_by).write, metadata=run_metadata(used, settings | chosen)), matrix)
+        say(f"matrix written to {matrix}")
     bad = [(targets, bad_targets), (candidates, bad_candidates)]
     return conclude(run, used, sharding, good, bad, score_report(run, top), "score", plot=plot, json=json)
 

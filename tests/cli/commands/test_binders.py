@@ -46,7 +46,7 @@ def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, 
     options = ["--template", "GX[KR]XXP", "--num-return-sequences", 9, "--top", 2, "--background"]
     by_spreads = esm_shared("binders", targets, *options, "decoys", "--sort-by", "specificity").out
     assert "│ rank │ binder │ pseudo-perplexity │ specificity, s.d. │" in by_spreads.replace("┃", "│")
-    assert "more; ranked by specificity_z, in s.d. of the background\n" in by_spreads
+    assert "more; ranked by specificity, in standard deviations of the background\n" in by_spreads
     assert "more; ranked by specificity, in nats per residue\n" in (
         esm_shared("binders", targets, *options, "alone", "--sort-by", "specificity").out
     )

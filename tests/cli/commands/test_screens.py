@@ -45,6 +45,18 @@ def test_candidates_are_compared_with_the_other_targets(esm_shared, turbo, targe
         assert {row["specificity_z"] for row in own} == {""}
 
 
+def test_a_matrix_is_written_and_decoys_say_what_they_cost(esm_shared, targets, candidates, write, tmp_path):
+    write("decoys.fasta", f">d\n{TARGETS['one'][::-1]}\n")
+    matrix = tmp_path / "matrix.csv"
+    options = ["--background", tmp_path / "decoys.fasta", "--matrix", matrix, "--top", 0]
+    code, _, err = esm_shared("score", targets, candidates, *options)
+    assert code == 0 and f"matrix written to {matrix}" in err
+    assert f"1 decoy, at a cost of {1 / len(TARGETS):.2f} times the pairs" in err
+    rows = rows_of(matrix)
+    assert [row["target"] for row in rows] == list(TARGETS)
+    assert list(rows[0])[1:] == list(CANDIDATES)
+
+
 @pytest.mark.parametrize("background", ["alone", "decoys.fasta"])
 def test_one_target_is_compared_with_no_target_or_decoys(esm_shared, turbo, candidates, write, tmp_path, background):
     target = write("target.fasta", f">one\n{TARGETS['one']}\n")
