@@ -230,8 +230,8 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = (), devices: str | None = No
         say(f"warning: --preset {encoder.turbo_config.name} changes nothing: this run stores no contexts under it")
     if info.demonstration:
         say(
-            f"{info.model} is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2"
-            " or ESM-C, such as --model facebook/esm2_t33_650M_UR50D"
+            f"{info.model} is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2,"
+            " ESM-C or E1, such as --model facebook/esm2_t33_650M_UR50D"
         )
     return info
 

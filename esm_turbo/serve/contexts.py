@@ -81,14 +81,10 @@ class Contexts:
         if known is not None:
             return known.text
         cache = self.store.load(self.turbo, key)
-        codes = self.turbo.codes
-        if cache is not None and self.exact:
-            sequence = decode_homologs(codes, stored_ids(codes, cache))
-        else:
-            ids = [] if cache is None else cache.token_ids[0, : cache.get_seq_length()].tolist()
-            if ids[:1] != [codes.cls] or len(ids) < 2 or {codes.eos, codes.mask} & set(ids):
-                raise RequestError(404, NO_CONTEXT, field)
-            sequence = codes.decode(ids[1:])
+        sequence = None if cache is None else self._sequence_of(cache)
+        # Other commands also store contexts of parts of sequences.
+        if sequence is None or context_key(self.turbo, sequence) != key:
+            raise RequestError(404, NO_CONTEXT, field)
         self._remember(key, sequence)
         return sequence
 
@@ -150,6 +146,17 @@ class Contexts:
         while len(self._decoded) > self._most_decoded:
             self._decoded.popitem(last=False)
         return decoded
+
+    def _sequence_of(self, cache: TurboKVCache) -> str | None:
+        """What a client may have given for a context; None where it holds other tokens than residues between ends."""
+        codes = self.turbo.codes
+        try:
+            ids = stored_ids(codes, cache) if self.exact else cache.token_ids[0, : cache.get_seq_length()].tolist()
+            if codes.mask in ids:
+                return None
+            return decode_homologs(codes, ids) if self.exact else codes.decode(ids[1:])
+        except (KeyError, ValueError):
+            return None
 
     def _remember(self, key: str, sequence: str) -> None:
         with self._mutex:

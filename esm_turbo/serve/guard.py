@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from esm_turbo.serve.errors import RequestError, busy, failure, printable
+from esm_turbo.serve.errors import RequestError, busy, failure, printable, stopping
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 
@@ -94,6 +94,11 @@ class Guard:
             await self.app(scope, body.receive, noting)
         except RequestError as error:
             await error.response()(scope, receive, noting)
+        except asyncio.CancelledError:
+            # The service ends: nobody waits for the rest of a body, or for a client to read.
+            if not status:
+                status = 503
+                await stopping().response()(scope, receive, send)
         except Exception as error:
             _log.error(
                 "%s %s failed: %s: %s", scope["method"], scope["path"], type(error).__name__, printable(str(error))

@@ -100,8 +100,8 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            # Otherwise a line for every request that is none.
-            log_level="error",
+            # Errors are logged by `Guard`; a request that is none, or is cut off at the end, is no error.
+            log_level="critical",
             access_log=False,
             limit_concurrency=service.limits.connections,
             timeout_keep_alive=_KEEP_ALIVE,

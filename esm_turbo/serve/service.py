@@ -199,11 +199,9 @@ class Service:
         if not isinstance(request.input, str):
             fields = [("input", index) for index in range(len(given))]
         sequences = [self._residues(one, *field) for one, field in zip(given, fields, strict=True)]
-        context = None
-        for sequence, field in zip(sequences, fields, strict=True):
-            before = self._homologs_before(sequence, request.context, *field)
-            if context is None and before:
-                [context] = query_contexts(self.turbo, before, self.arm)
+        longest, field = max(zip(sequences, fields, strict=True), key=lambda one: len(one[0]))
+        homologs = self._homologs_before(longest, request.context, *field)
+        context = query_contexts(self.turbo, homologs, self.arm)[0] if homologs else None
         return self._small(EmbedJob(sequences, self.turbo.codes.around, context), "input")
 
     def generate_job(self, request: GenerateRequest) -> GenerateJob:

@@ -365,8 +365,8 @@ def test_a_full_disk_does_not_lose_results(esm_shared, write, tmp_path, monkeypa
 
 
 DEMONSTRATION = (
-    "esm2-mini is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2"
-    " or ESM-C, such as --model facebook/esm2_t33_650M_UR50D"
+    "esm2-mini is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2,"
+    " ESM-C or E1, such as --model facebook/esm2_t33_650M_UR50D"
 )
 
 

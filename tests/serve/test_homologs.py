@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from esm_turbo import TurboEsm
+from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.proteins.homologs import encode_homologs
 from esm_turbo.serve.limits import Limits
+from esm_turbo.tasks.common.forwards import prefill_rows
 from tests.helpers.service import running
 from tests.test_modeling_e1_turbo import E1_MINI
 
@@ -97,6 +99,24 @@ def test_compressed_contexts_are_those_of_the_library_and_outlive_the_service(tm
     assert answer["run"]["preset"] == "turbo3"
 
 
+def test_contexts_that_are_no_whole_homologs_have_no_name(e1, tmp_path):
+    whole = encode_homologs(e1.codes, OTHERS, "context", e1.model.base_model.exact_contexts)
+    config = e1.model.base_model.turbo_config
+    with ContextStore(tmp_path / "store") as store:
+        for ids in (whole[:-1], whole[1:], [*whole[:4], *whole[5:-2], *whole[-1:]]):
+            store.get_or_compute(e1, ids, config, lambda ids=ids: prefill_rows(e1, [ids], config))
+    keys = [path.stem for path in (tmp_path / "store").rglob("*.safetensors") if len(path.stem) == 64]
+    assert len(keys) == 3
+    with running(e1, tmp_path / "store") as client:
+        for key in keys:
+            for answer in (
+                client.get(f"/v1/contexts/{key}"),
+                client.post("/v1/variants", {"sequence": PROTEIN, "context": key}),
+                client.post("/v1/embeddings", {"input": PROTEIN, "model": "e1-mini", "context": key}),
+            ):
+                assert answer.status == 404 and "post its sequence" in answer.json["detail"][0]["msg"]
+
+
 def test_embeddings_are_those_of_the_library(client, e1, context, other):
     proteins, found = [PROTEIN, "MKXAY"], {}
     for given, text in ((None, None), (context, ",".join(HOMOLOGS)), (other, OTHERS)):
@@ -165,6 +185,7 @@ def test_bad_homologs_are_refused(client, given, message):
         ("/v1/contexts/{context}/variants", {}, 422, ["path", "id"]),
         ("/v1/contexts/{context}/score", {"candidates": ["MKT"]}, 422, ["path", "id"]),
         ("/v1/embeddings", {"input": ["MKT"], "model": "e1-mini", "context": "{full}"}, 422, ["body", "input", 0]),
+        ("/v1/embeddings", {"input": ["M", "MK"], "model": "e1-mini", "context": "{full}"}, 422, ["body", "input", 1]),
         ("/v1/embeddings", {"input": "MK", "model": "e1-mini", "context": ["{context}"]}, 422, ["body", "context"]),
         ("/v1/generate", {"context": "{context}", "max_new_tokens": 2}, 422, ["body", "sequence"]),
         ("/v1/generate", {"sequence": "MKT", "max_new_tokens": 2}, 422, ["body", "max_new_tokens"]),

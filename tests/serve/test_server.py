@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from http.client import HTTPResponse
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,10 @@ def test_a_signal_ends_it_within_the_time_of_a_request(tmp_path):
         while service.client().get("/healthz").json["queue"]["running"] == 0:
             assert thread.is_alive()
             time.sleep(0.01)
+        # Of bodies that have not come, nobody waits for the rest.
+        stalled = [socket.create_connection(("127.0.0.1", service.port), 60) for _ in range(3)]
+        for one in stalled:
+            one.sendall(b"POST /v1/contexts HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
         begin = time.monotonic()
         assert service.end(signal.SIGTERM) == 0
         # Without an end to it, it takes a minute.
@@ -78,6 +83,11 @@ def test_a_signal_ends_it_within_the_time_of_a_request(tmp_path):
         thread.join(60)
         [answer] = answers
         assert answer.status in (503, 504)
+        for one in stalled:
+            with one, HTTPResponse(one) as response:
+                response.begin()
+                assert response.status == 503
+                assert json.loads(response.read())["detail"][0]["msg"] == "the service is stopping"
         assert service.said.startswith("esm-turbo: stopped")
 
 
