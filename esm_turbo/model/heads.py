@@ -31,13 +31,9 @@ def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
         config: the model's.
         missing: names of the weights that the checkpoint lacks.
     """
-    # Where the output embeddings are tied, `dense` is the head's own.
-    own = {
-        "contact_head.regression.weight": "contact_head",
-        "lm_head.dense.weight": "lm_head",
-        "mlm_head.0.weight": "lm_head",
-    }
-    lacking = {own.get(key.removeprefix("esm.")) for key in missing} - {None}
+    # Of a head, any part is filled with noise. Output embeddings that are tied to the input's are not missing.
+    heads = {"contact_head": "contact_head", "lm_head": "lm_head", "mlm_head": "lm_head"}
+    lacking = {heads.get(key.removeprefix("esm.").partition(".")[0]) for key in missing} - {None}
     if lacking:
         setattr(config, _FIELD, sorted(lacking.union(_named(config))))
 

@@ -92,3 +92,20 @@ def test_a_checkpoint_without_a_language_model_head(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=PROBABILITIES):
         turbo.generate("MKTAY", max_new_tokens=1)
     assert turbo.embed("MKTAY")[0].representations[2].shape == (5, 64)
+
+
+def test_a_head_that_lacks_any_weight_is_untrained(checkpoint: Path) -> None:
+    whole = load_file(checkpoint / "model.safetensors")
+    parts = [name for name in whole if name.startswith("lm_head.")]
+    assert len(parts) >= 5
+    for part in parts:
+        rest = {name: tensor for name, tensor in whole.items() if name != part}
+        save_file(rest, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=PROBABILITIES):
+            check_head(TurboEsmForMaskedLM.from_pretrained(checkpoint, preset="exact"), "lm_head")
+    # Where it is not that of the input, the output embedding is part of the head.
+    save_file(whole, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match=PROBABILITIES):
+        check_head(TurboEsmForMaskedLM.from_pretrained(checkpoint, preset="exact"), "lm_head")
