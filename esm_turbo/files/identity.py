@@ -56,7 +56,8 @@ __all__ = [
 
 _KEPT_AS = "_seen_model"
 _OWNED = weakref.WeakSet[Any]()
-_VERSION = operator.attrgetter("_version")
+# As `operator.attrgetter` would, but without a search in the classes of each tensor.
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Gathered(Protocol):
@@ -302,8 +303,10 @@ class _Seen:
         refuse_packed(named)
         own = [module.__dict__ for _, module in named]
         entered = ("_modules", "_parameters", "_buffers", *HOOKS)
-        self.groups = [values[kind] for values in own for kind in entered]
-        self.groups += [getattr(torch_module, name) for name in GLOBAL_HOOKS]
+        groups = [values[kind] for values in own for kind in entered]
+        groups += [getattr(torch_module, name) for name in GLOBAL_HOOKS]
+        # Most have no entries, which one look into all of them tells.
+        self.filled, self.empty = [one for one in groups if one], [one for one in groups if not one]
         self.configs = [
             vars(one) for one in (model.config, *(config for _, config in own_configs(model.config, named)))
         ]
@@ -313,7 +316,7 @@ class _Seen:
         self.lists = [module._modules for module in modules if isinstance(module, nn.ModuleList | nn.Sequential)]
         self.containers = [one for module in modules for one in containers(module)]
         self.containers += [one for config in self.configs for one in config.values() if isinstance(one, dict | list)]
-        watched = [(group, key, value) for group in self.groups for key, value in group.items()]
+        watched = [(group, key, value) for group in self.filled for key, value in group.items()]
         watched += [
             (module.__dict__, key, module.__dict__.get(key)) for module in modules for key in watched_values(module)
         ]
@@ -388,7 +391,8 @@ class _Seen:
     def _traces(self, model: Any) -> tuple[Any, ...]:
         """What differs after a change, without reading any tensor's elements."""
         return (
-            [*map(len, self.groups)],
+            any(self.empty),
+            [*map(len, self.filled)],
             [*map(len, self.own)],
             [*map(len, self.spaces)],
             [*map(_VERSION, self.counting)],
