@@ -12,6 +12,7 @@ from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.tasks.common.same_model import on_same_model
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -86,7 +87,7 @@ def store_sequences(
     computed, failed = 0, dict[str, str]()
     pieces = [[sequences[index] for index in batch] for batch in batches]
     units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
-    task = _StoreTask(store)
+    task = on_same_model(turbo, _StoreTask(store), runner)
     for _, (count, reasons) in runner.run(task, pieces, stage="prefill", units=units, progress=progress):
         computed += count
         failed |= reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.esm import modeling_esm
 
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.files.writing import WritingError
@@ -28,7 +30,7 @@ from esm_turbo.parallel.workers import NoWorkersError, Workers
 from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.pieces import InProcessRunner
-from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants.records import score_records as score_variants
@@ -309,6 +311,50 @@ def test_a_calibration_has_the_bits_of_one_process(tiny: TurboEsm, workers: Work
         found.append([*(one.covariance for one in moments), statistics.sensitivity.queries, statistics.sample.keys])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda model: model.esm.encoder.layer[0].intermediate.dense.weight[0], lambda model: model.lm_head.dense.bias],
+    ids=["encoder", "head"],
+)
+def test_nothing_comes_from_processes_with_another_model(
+    tiny: TurboEsm, workers: Workers, tmp_path: Path, part: Callable[..., torch.Tensor]
+) -> None:
+    """As where the folder of a checkpoint is replaced before they load it."""
+    other = TurboEsm(copy.deepcopy(tiny.model), tiny.tokenizer)
+    with torch.no_grad():
+        part(other.model)[0] += 1e-3
+    request, contexts = EmbeddingRequest.of(other, [-1], ["mean"]), ContextStore(tmp_path / "store")
+    for run in (
+        lambda: embed_records(other, PROTEINS, tmp_path / "pt", request, runner=workers),
+        lambda: store_sequences(other, contexts, SEQUENCES, on_failure=lambda *_: None, runner=workers),
+        lambda: score_variants(other, PROTEINS[:1], None, ["frozen"], runner=workers),
+        lambda: calibrate_records(other, PROTEINS, runner=workers),
+        lambda: other.score_pairs(SEQUENCES, ["ACDK"], devices=workers),
+    ):
+        with pytest.raises((ValueError, UnfinishedError), match="is not that of the run: the weights differ"):
+            run()
+    assert not contexts.info()["contexts"] and not list((tmp_path / "pt").rglob("*.pt"))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_processes_do_not_take_over_changed_code(
+    turbo: TurboEsm, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    monkeypatch.setattr(modeling_esm, "gelu", torch.nn.functional.relu)
+    changed = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
+    if named:
+        changed.model.esm.model_id = "with relu"
+    with pytest.raises(ValueError, match="is not that of the run: other code runs in its forward"):
+        changed.score_pairs(SEQUENCES[:1], ["ACDK"], arm="full", devices=["cpu"])
+
+
+def test_another_calibration_is_refused(turbo: TurboEsm, tmp_path: Path) -> None:
+    other = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    other.model.set_turbo(calibration=calibrate_records(other, PROTEINS * 40, presets=["turbo3"]), preset="turbo3")
+    with Workers.of(other, ["cpu"]) as workers, pytest.raises(ValueError, match="its calibration is another one"):
+        turbo.score_pairs(SEQUENCES[:1], ["ACDK"], devices=workers)
 
 
 def test_a_worker_killed_anywhere_loses_nothing(tiny: TurboEsm, workers: Workers, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from esm_turbo.proteins.homologs import encode_homologs, join_families
 from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.tasks.common.same_model import on_same_model
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -126,8 +127,9 @@ def calibrate_records(
     arrived: dict[int, PartialStatistics] = {}
     runner = InProcessRunner(turbo) if runner is None else runner
     units = [_residues(piece) for piece in pieces]
+    task = on_same_model(turbo, _CalibrationTask(), runner)
     following = 0
-    for number, result in runner.run(_CalibrationTask(), pieces, stage=_STAGE, units=units, progress=progress):
+    for number, result in runner.run(task, pieces, stage=_STAGE, units=units, progress=progress):
         if isinstance(result, _Failed):
             names = ", ".join(record.id for batch in pieces[number] for record in batch)
             raise RuntimeError(f"the calibration cannot be finished: {result.reason}, with these proteins: {names}")

@@ -23,6 +23,7 @@ from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
+from esm_turbo.tasks.common.same_model import on_same_model
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
 from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
@@ -130,7 +131,7 @@ def embed_records(
         pieces = [[groups[index][0] for index in batch] for batch in batches]
         residues = [sum(len(sequences[index]) for index in batch) for batch in batches]
         parts = writer.parts if runner.shares_files else None
-        task = EmbedTask(request, truncation_seq_length, finite=True, parts=parts)
+        task = on_same_model(turbo, EmbedTask(request, truncation_seq_length, finite=True, parts=parts), runner)
         written = reused = sum(len(groups[index]) for index in done)
         try:
             if pieces:
@@ -138,7 +139,7 @@ def embed_records(
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             for number, result in runner.run(task, pieces, stage="embed", units=residues, progress=progress):
-                # Other code may have changed it since the settings were noted; copies of it are as they were.
+                # Other code may have changed it since the settings were noted.
                 if isinstance(runner, InProcessRunner) and lasting_identity(turbo.model).digest != settings["weights"]:
                     raise ValueError("the model has changed since the run began, and what it then computed is not kept")
                 for row, record in enumerate(pieces[number]):

@@ -1,0 +1,118 @@
+"""Pieces that only the model of their run may compute, wherever they are run.
+
+A process that computes pieces has its model from a folder, which may have been replaced meanwhile, or from a pickle,
+which holds no code: functions that a program has replaced are the library's again in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from esm_turbo.config import TurboConfig
+from esm_turbo.files.fingerprint import Fingerprint, same_codec
+from esm_turbo.files.identity import ModelIdentity, exact_identity
+from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
+from esm_turbo.tasks.common.progress import Progress
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+__all__ = ["on_same_model"]
+
+PieceT = TypeVar("PieceT")
+ResultT = TypeVar("ResultT")
+
+
+def on_same_model(turbo: ContextModel, task: Task[PieceT, ResultT], runner: Runner) -> Task[PieceT, ResultT]:
+    """The task, which other processes refuse to run with another model or another calibration."""
+    return task if isinstance(runner, InProcessRunner) else _OnSameModel(task, _RunModel.of(turbo))
+
+
+@dataclass(frozen=True)
+class _RunModel:
+    """What decides the results of a run besides its task.
+
+    Attributes:
+        identity: of the model, its head included.
+        device: kind of device on which it lies.
+        codecs: fingerprints of what its calibration has fitted; None without a calibration.
+    """
+
+    identity: ModelIdentity
+    device: str
+    codecs: dict[TurboConfig, Fingerprint] | None
+
+    @classmethod
+    def of(cls, turbo: ContextModel) -> _RunModel:
+        """That of a model as it is."""
+        codecs = None
+        if (calibration := turbo.calibration) is not None:
+            codecs = {config: calibration.codec(config).fingerprint for config in calibration.fitted}
+        return cls(exact_identity(turbo.model), turbo.model.device.type, codecs)
+
+    def check(self, turbo: ContextModel) -> None:
+        """Make sure that a model computes what this one does.
+
+        Raises:
+            ValueError: it does not.
+        """
+        other = self.of(turbo)
+        mine, theirs = self.identity, other.identity
+        if self.device != other.device:
+            # What rounds products is called otherwise there.
+            mine, theirs = _by_dtype(mine), _by_dtype(theirs)
+        difference = mine.difference(theirs)
+        if not difference and not _same_codecs(self.codecs, other.codecs):
+            difference = "its calibration is another one"
+        if difference:
+            raise ValueError(
+                f"the model in another process is not that of the run: {difference}. Its files were replaced after the"
+                " run began, or the program has changed code of the model, which processes do not take over: begin"
+                " again, or run without `devices` and workers"
+            )
+
+
+def _by_dtype(identity: ModelIdentity) -> ModelIdentity:
+    return replace(identity, precision=identity.precision.partition("-")[0])
+
+
+def _same_codecs(a: dict[TurboConfig, Fingerprint] | None, b: dict[TurboConfig, Fingerprint] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(same_codec(a[config], b[config]) for config in a.keys() & b.keys())
+
+
+@dataclass
+class _OnSameModel(Generic[PieceT, ResultT]):
+    """A task that checks the model before its first piece in a process.
+
+    Attributes:
+        task: what is done with a piece.
+        model: of the run.
+        checked: whether the model of this process was compared with it.
+    """
+
+    task: Task[PieceT, ResultT]
+    model: _RunModel
+    checked: bool = field(default=False, init=False)
+
+    def run(self, turbo: ContextModel, pieces: Iterable[PieceT], progress: Progress) -> Iterator[ResultT]:
+        """As of the task.
+
+        Raises:
+            ValueError: the model is another one.
+        """
+        if not self.checked:
+            self.model.check(turbo)
+            self.checked = True
+        yield from self.task.run(turbo, pieces, progress)
+
+    def failed(self, piece: PieceT, reason: str) -> ResultT:
+        """As of the task."""
+        return self.task.failed(piece, reason)
+
+    def has_failed(self, result: Any) -> bool:
+        """As of the task."""
+        return self.task.has_failed(result)
