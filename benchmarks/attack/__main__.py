@@ -14,6 +14,7 @@ Kinds:
     processes, threads: several writers at once
     caches: random sequences of cache operations against a model in float64
     identity: weights, options, code, hooks or adapters change between making contexts and using them, or back
+    homologs: contexts of E1 are damaged, or of other weights
     nonsense, leaving, stalling, starving, stopped: clients of a service that send what makes no sense, leave, stall or
         take all that they can get, while another one asks; and SIGTERM while requests run
 
@@ -39,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attack import caches, damage, identity, kills, limits, service_trials, writers
+from benchmarks.attack import caches, damage, homologs, identity, kills, limits, service_trials, writers
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.trial import Finding
 from benchmarks.harness import records
@@ -59,6 +60,7 @@ KINDS: dict[str, Trial] = {
     "threads": writers.threads,
     "caches": caches.sequences,
     "identity": identity.changed,
+    "homologs": homologs.homologs,
     "nonsense": service_trials.nonsense,
     "leaving": service_trials.leaving,
     "stalling": service_trials.stalling,

@@ -22,6 +22,7 @@ _TRIED = {
     "threads": "several threads that use one model and one store",
     "caches": "random operations on a cache, compared with a model in float64",
     "identity": "weights, options, code, hooks or adapters changed between making contexts and using them, or back",
+    "homologs": "contexts of homologs of E1 damaged, or their model changed",
     "weights": "weights changed between two calls",
     "folders": "weights changed between two runs into one folder",
     "nonsense": "bodies without sense sent to a service, while another client asks",
