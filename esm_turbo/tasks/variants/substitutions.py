@@ -131,7 +131,8 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
             fitting[position - index] += times
     (best, most), (_, next_most) = [*fitting.most_common(2), (0, 0), (0, 0)][:2]
     total = named.total()
-    if most and most == fitting[first_position] and 2 * most >= total:
+    # Of a few variants, another numbering may fit all by chance.
+    if fitting[first_position] and 2 * fitting[first_position] >= total:
         return f"numbered from {first_position}, {fitting[first_position]:,} of {total:,} residues fit"
     if 2 * most <= total:
         return f"no numbering fits{' most of them' if total > 1 else ''}; another protein or isoform?"
