@@ -60,9 +60,9 @@ def preset_cases(max_proteins: int | None = None) -> Iterator[Case]:
 
     def energy() -> Figures:
         held = np.zeros(1)
-        for layers in map(_run, [embedded()] * len(proteins), proteins):
-            of_heads = np.stack([retained_energy(keys[0, :, 1:-1].numpy()).sum((0, 1)) for _, keys, _ in layers])
-            held = held + of_heads
+        for protein in proteins:
+            layers = _run(embedded(), protein)
+            held = held + np.stack([retained_energy(keys[0, :, 1:-1].numpy()).sum((0, 1)) for _, keys, _ in layers])
         return {"proteins": len(proteins), "retained_energy": rounded((held / held[:, -1:]).tolist())}
 
     yield _case(ENERGY, proteins, energy)
