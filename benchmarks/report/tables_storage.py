@@ -16,24 +16,24 @@ _IDENTITY = ("opening a store", "looking for changes in the sample, too", "exten
 
 def embedding_throughput() -> str:
     """Our loop beside plain ones."""
-    rows, by_file = [], {}
-    for file, record in _speed("embedding_throughput", "embedding_throughput_cuda"):
-        by_file[file] = record
+    rows, last = [], None
+    for _, record in _speed("embedding_throughput"):
+        last = record
         figures = record["figures"]
         shape, rates = figures["shape"], figures["residues_per_second"]
         rows.append(
             [
                 f"{record['model']}, {shape['dtype']}",
-                _device(record),
                 str(shape["proteins"]),
                 *(f"{rates[arm]:,.0f}" for arm in (FILE_ORDER, SAME_BATCHES, EMBED)),
                 f"{1 / figures['ratios'][f'{EMBED} / {SAME_BATCHES}']:.2f}x",
                 f"{figures['ratios'][f'{FILE_ORDER} / {EMBED}']:.2f}x",
             ]
         )
-    head = ["model", "on", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
+    assert last is not None
+    head = ["model", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
             "speedup over the same batches", "speedup over file order"]  # fmt: skip
-    return table(head, rows) + _sources(by_file)
+    return table(head, rows) + source(last, "cpu")
 
 
 def store_read() -> str:

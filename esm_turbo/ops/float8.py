@@ -21,7 +21,7 @@ DTYPE = torch.float8_e4m3fn
 """Of codes."""
 LARGEST_CODE = 448.0
 # cuBLAS finds no algorithm for fewer tokens of more inputs.
-_FEWEST_TOKENS, _MANY_INPUTS = 32, 8192
+_FEWEST_TOKENS, _MANY_INPUTS = 32, 5120
 # Rows of zeros have a scale, too.
 _SMALLEST_MAXIMUM = 2.0**-60
 
