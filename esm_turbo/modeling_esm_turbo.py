@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import EsmConfig, EsmForMaskedLM, EsmModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.esm import modeling_esm
 from transformers.models.esm.modeling_esm import (
     EsmAttention,
     EsmEmbeddings,
@@ -28,8 +29,6 @@ from transformers.models.esm.modeling_esm import (
     EsmRotaryEmbedding,
     EsmSelfAttention,
     EsmSelfOutput,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 
 from esm_turbo.files.families import FAMILIES
@@ -40,6 +39,7 @@ from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import check_not_all_masked
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.packed_encoder import packed_encoder
+from esm_turbo.model.plain import check_attention
 from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
@@ -78,14 +78,16 @@ class TurboEsmSelfAttention(PicklableHooksMixin, EsmSelfAttention):
             )
             return plain
         assert position_embeddings is not None
+        if kv_session.runs_library:
+            check_attention(EsmSelfAttention)
         projected = (self.query(hidden_states), self.key(hidden_states), self.value(hidden_states))
         heads = (-1, self.attention_head_size)
         query, keys, values = (x.unflatten(-1, heads).transpose(1, 2) for x in projected)  # [batch, heads, n, head_dim]
         scale = self.attention_head_size**-0.5
-        if isinstance(kv_session, Extension):
+        if isinstance(kv_session, Extension) and not kv_session.runs_library:
             query, keys = kv_session.rotate(query, keys, *position_embeddings, scale)
         else:
-            query, keys = apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
+            query, keys = modeling_esm.apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
         weights = None
         query, keys = query.to(values.dtype), keys.to(values.dtype)
         output = attend_by(kv_session, self.layer_idx, query, keys, values)
@@ -93,7 +95,7 @@ class TurboEsmSelfAttention(PicklableHooksMixin, EsmSelfAttention):
             output = output.transpose(1, 2)
         else:
             attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
+                self.config._attn_implementation, modeling_esm.eager_attention_forward
             )
             output, weights = attend(
                 self,
@@ -113,7 +115,7 @@ class TurboEsmLayer(PicklableHooksMixin, EsmLayer):
 
     def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
         output: Tensor
-        if not isinstance(kv_session, Extension):
+        if not isinstance(kv_session, Extension) or kv_session.runs_library:
             output = super().forward(hidden_states, *args, kv_session=kv_session, **kwargs)
             return output
         hidden_states = self.attention(hidden_states, *args, kv_session=kv_session, **kwargs)

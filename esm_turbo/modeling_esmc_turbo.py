@@ -28,6 +28,7 @@ from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extensi
 from esm_turbo.model.checkpoints import CheckpointMixin, PicklableHooksMixin
 from esm_turbo.model.inputs import contexts_of_rows
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
+from esm_turbo.model.plain import check_attention
 from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
@@ -37,6 +38,7 @@ from esm_turbo.ops.float8 import Float8Linear, Quantized
 
 try:
     from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
+    from transformers.models.esmc import modeling_esmc
     from transformers.models.esmc.modeling_esmc import (
         EsmcAttention,
         EsmcLayer,
@@ -44,8 +46,6 @@ try:
         EsmcMaskedLMHead,
         EsmcMLP,
         EsmcRotaryEmbedding,
-        apply_rotary_pos_emb,
-        eager_attention_forward,
     )
 except ImportError as error:
     raise ImportError(str(FAMILIES["esmc"].too_old())) from error
@@ -69,6 +69,8 @@ class TurboEsmcAttention(PicklableHooksMixin, EsmcAttention):
             )
             return plain
         assert position_embeddings is not None
+        if kv_session.runs_library:
+            check_attention(EsmcAttention)
         heads = (-1, self.head_dim)
         # The norms are over all heads together.
         projected = (
@@ -78,17 +80,17 @@ class TurboEsmcAttention(PicklableHooksMixin, EsmcAttention):
         )
         query, keys, values = (x.unflatten(-1, heads).transpose(1, 2) for x in projected)  # [batch, heads, n, head_dim]
         weights = None
-        if isinstance(kv_session, Extension):
+        if isinstance(kv_session, Extension) and not kv_session.runs_library:
             query, keys = kv_session.rotate(query, keys, *position_embeddings, self.scaling)
             output = attend_by(kv_session, self.layer_idx, query, keys, values)
         else:
-            query, keys = apply_rotary_pos_emb(query, keys, *position_embeddings)
+            query, keys = modeling_esmc.apply_rotary_pos_emb(query, keys, *position_embeddings)
             output = attend_by(kv_session, self.layer_idx, query * self.scaling, keys, values)
         if output is not None:
             output = output.transpose(1, 2)
         else:
             attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
+                self.config._attn_implementation, modeling_esmc.eager_attention_forward
             )
             dropout = self.attention_dropout if self.training else 0.0
             output, weights = attend(
@@ -100,6 +102,11 @@ class TurboEsmcAttention(PicklableHooksMixin, EsmcAttention):
 
 class TurboEsmcLayer(PicklableHooksMixin, EsmcLayer):
     """Transformer layer that can be pickled after a forward which recorded hidden states."""
+
+    # The library keeps the forward that its class had when this one was made.
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = super().forward(*args, **kwargs)
+        return output
 
 
 class TurboEsmcRotaryEmbedding(Float32Frequencies, EsmcRotaryEmbedding):

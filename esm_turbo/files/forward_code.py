@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib.util
@@ -84,6 +85,8 @@ class ForwardCode:
         watched: class or module, name and value of each of those functions.
         classes: whose functions these are.
         foreign: the first of them that is not of a known library, for a message; empty for none.
+        replaces: whether a name of the library's models stands for something else than their file defines, be it of a
+            known library; kernels that compute what the file says do not compute that.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]], attention: str | None) -> None:
@@ -91,7 +94,7 @@ class ForwardCode:
 
         self.names: list[str] = []
         self.watched: list[tuple[Any, str, Any]] = []
-        self.foreign = ""
+        self.foreign, self.replaces = "", False
         if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
             self.foreign = "a global forward hook"
         self._inside = {id(module) for _, module in named}
@@ -123,6 +126,8 @@ class ForwardCode:
                 if place[0].startswith(_OWN) and (isinstance(value, type) or not callable(value)):
                     continue
                 known.add(place)
+                if ".models." in place[0] and place[0] in modules and key in _definitions(space["__file__"]):
+                    self.replaces |= not _is_defined_as(value, *place)
                 self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=place[0] in modules)
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
                     pending.append(value)
@@ -163,6 +168,8 @@ class ForwardCode:
         for key, value in list(vars(one).items()):
             function = getattr(value, "__func__", getattr(value, "fget", value))
             shown = f"{one.__module__}.{one.__qualname__}.{key}"
+            if ".models." in one.__module__ and key == "forward":
+                self.replaces |= not _is_defined_as(function, one.__module__, f"{one.__qualname__}.{key}")
             if isinstance(function, types.FunctionType):
                 # Of PyTorch's and the library's own bases only what a call passes through.
                 if key in _CALLS or (whole and not key.startswith("__")):
@@ -185,7 +192,7 @@ class ForwardCode:
         self._judge(value, shown)
 
     def _judge(self, value: Any, shown: str) -> None:
-        if not self.foreign and not _is_known(value):
+        if not self.foreign and not is_known(value):
             self._blame(f"{_name_of(value)}, as {shown},")
 
     def _blame(self, what: str) -> None:
@@ -249,9 +256,9 @@ def _is_known_own(value: Any, module: nn.Module) -> bool:
         # accelerate's forward, which moves tensors; its hooks are judged by themselves.
         return _name_of(value).startswith("accelerate.hooks.") and value.args == (module,)
     if isinstance(value, types.MethodType):
-        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and _is_known(value.__func__)
+        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and is_known(value.__func__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return _is_known(value) and (_is_found_by_name(value) or _name_of(value).startswith(_INERT))
+        return is_known(value) and (_is_found_by_name(value) or _name_of(value).startswith(_INERT))
     if isinstance(value, type):
         return _is_of_library(value)
     # accelerate joins hooks to one.
@@ -279,12 +286,12 @@ def _is_found_by_name(value: Any) -> bool:
     return found is value
 
 
-def _is_known(value: Any, depth: int = 8) -> bool:
+def is_known(value: Any, depth: int = 8) -> bool:
     """True if what a class or a module of code holds is of the known libraries, with what it wraps."""
     if isinstance(value, types.MethodType):
         owner = value.__self__
         known = isinstance(owner, type) or (_is_of_library(type(owner)) and not isinstance(owner, nn.Module | Tensor))
-        return known and _is_known(value.__func__, depth)
+        return known and is_known(value.__func__, depth)
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, types.ModuleType | type | None)
     if not isinstance(value, types.FunctionType):
@@ -293,13 +300,13 @@ def _is_known(value: Any, depth: int = 8) -> bool:
         if _runs_when_used(value) and not isinstance(value, _BUILTINS) and _holds(value):
             return False
         wrapped = getattr(value, "__wrapped__", None) if not isinstance(value, types.ModuleType) else None
-        return (wrapped is None or _is_known(wrapped, depth - 1)) and (
+        return (wrapped is None or is_known(wrapped, depth - 1)) and (
             is_plain(value) or _is_of_library(value if isinstance(value, type) else type(value), stdlib=True)
         )
     if not (_is_library(value.__code__.co_filename) and _is_in_file(value.__code__)):
         return False
     inner = [one for one in _cells(value) if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
-    return depth == 0 or all(_is_known(one, depth - 1) for one in inner)
+    return depth == 0 or all(is_known(one, depth - 1) for one in inner)
 
 
 def _holds(value: Any) -> bool:
@@ -352,6 +359,17 @@ def _file_digest(module: str) -> str:
 @functools.lru_cache(maxsize=64)
 def _source(path: str) -> bytes:
     return Path(path).read_bytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(path: str) -> frozenset[str]:
+    """Names of the functions and classes that a file defines."""
+    tree = ast.parse(_source(path))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+
+
+def _is_defined_as(value: Any, module: str, name: str) -> bool:
+    return (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) == (module, name)
 
 
 def _is_in_file(code: types.CodeType) -> bool:

@@ -274,11 +274,14 @@ def kept_digest(model: Any) -> str:
 
 
 def seen_code(model: Any) -> tuple[str, int]:
-    """Digest of the code that `model_identity` last saw, empty where some of it is unknown; and one of the options."""
+    """Digest of the code that `model_identity` last saw, and one of the options.
+
+    The former is empty where some of the code is unknown, or not what the library's files define.
+    """
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
     if seen is None:
         return "", 0
-    return "" if seen.foreign or active_modes() else seen.names, int(seen.described["options"], 16)
+    return seen.names if seen.is_plain and not active_modes() else "", int(seen.described["options"], 16)
 
 
 def _look(model: Any) -> _Seen:
@@ -340,7 +343,7 @@ class _Seen:
         self.sample = self._sample()
         self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
-        self.names, self.foreign = _digest(sorted(code.names)), code.foreign
+        self.names, self.is_plain = _digest(sorted(code.names)), not (code.foreign or code.replaces)
         self.described = {
             "weights": tensors_digest(tensors.items()),
             "options": _digest(options(model.config, named)),

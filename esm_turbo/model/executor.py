@@ -213,6 +213,8 @@ class Executor:
 
     def run(self, plan: ForwardPlan) -> ModelOutput:
         """Run a plan, on packed tokens where it can be, else by the library's forward."""
+        if plan.session is not None:
+            plan.session.runs_library = not self.runs_known_code()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:

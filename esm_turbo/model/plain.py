@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esm_turbo.files.forward_code import is_recorder
+from esm_turbo.files.forward_code import is_known, is_recorder
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -90,6 +90,19 @@ class _Tree:
 def _is_replaced(hook: Any) -> bool:
     """Tell whether the packed encoder does what a hook does, or need not."""
     return type(hook) is ToWeights or is_recorder(hook)
+
+
+def check_attention(attention: type[nn.Module]) -> None:
+    """Check that the library's attention was not replaced, which sessions attend in place of.
+
+    Raises:
+        ValueError: its class has a forward that is not the library's.
+    """
+    if not is_known(attention.forward):
+        raise ValueError(
+            f"{attention.__qualname__}.forward was replaced, and contexts are read and written by an attention that"
+            " would ignore it: use the model without contexts, such as by the arm 'full'"
+        )
 
 
 def is_unhooked(module: nn.Module) -> bool:

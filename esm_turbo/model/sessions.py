@@ -24,7 +24,14 @@ from esm_turbo.ops.backends import KVBackend
 
 
 class KVSession(ABC):
-    """Receives the queries, keys (both after RoPE) and values [batch, heads, n, head_dim] of every layer."""
+    """Receives the queries, keys (both after RoPE) and values [batch, heads, n, head_dim] of every layer.
+
+    Attributes:
+        runs_library: whether modules run the library's functions and not those of this package that compute the same,
+            since unknown code may have replaced the former.
+    """
+
+    runs_library = False
 
     @abstractmethod
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:

@@ -1,0 +1,115 @@
+"""Code of the library that was replaced, or hooked: what contexts compute with it is right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.esm import modeling_esm
+from transformers.models.esmc import modeling_esmc
+
+from esm_turbo import TurboEsmForMaskedLM
+from esm_turbo.evaluate.contexts import prefill
+from esm_turbo.evaluate.protocols import extend_each_token
+from esm_turbo.model.masked_lm import CachedMaskedLM
+from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
+from esm_turbo.tasks.common.forwards import FROZEN
+from tests.helpers.models import make_esm, make_esmc, random_ids
+
+Patch = pytest.MonkeyPatch
+MODELS: dict[str, Callable[[], CachedMaskedLM]] = {
+    "ESM-2": lambda: TurboEsmForMaskedLM.from_esm(make_esm(), preset="exact"),
+    "ESM-C": lambda: TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact"),
+}
+
+
+@torch.no_grad()
+def largest_difference(model: CachedMaskedLM) -> float:
+    """Between a whole forward, and every token in turn after a context of all others."""
+    ids, mask = random_ids([40], masks=0)
+    whole, caches = prefill(model, [FROZEN], ids, mask)
+    found = extend_each_token(model, caches[FROZEN], ids[0])
+    expected = model(ids, mask)
+    assert torch.equal(expected.logits, whole.logits)
+    return float(abs(torch.from_numpy(found.logits) - whole.logits[0]).max())
+
+
+def sine_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns the sine of its result, or of the first of its results."""
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return (result[0].sin(), *result[1:]) if isinstance(result, tuple) else result.sin()
+
+    return changed
+
+
+REPLACED = {
+    "ESM-2": [
+        (modeling_esm, "gelu"),
+        (modeling_esm, "rotate_half"),
+        (modeling_esm, "apply_rotary_pos_emb"),
+        (modeling_esm.EsmIntermediate, "forward"),
+        (modeling_esm.EsmOutput, "forward"),
+        (modeling_esm.EsmLayer, "forward"),
+    ],
+    "ESM-C": [
+        (modeling_esmc, "rotate_half"),
+        (modeling_esmc, "apply_rotary_pos_emb"),
+        (modeling_esmc.EsmcMLP, "forward"),
+        (modeling_esmc.EsmcLayer, "forward"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "name"), [(family, *one) for family, replaced in REPLACED.items() for one in replaced]
+)
+def test_replaced_functions_compute_what_contexts_are_read_with(
+    monkeypatch: Patch, family: str, owner: Any, name: str
+) -> None:
+    model = MODELS[family]()
+    ids, mask = random_ids([40], masks=0)
+    with torch.no_grad():
+        before = model(ids, mask).logits
+    assert largest_difference(model) < 1e-4
+    monkeypatch.setattr(owner, name, sine_of(getattr(owner, name)))
+    with torch.no_grad():
+        assert (model(ids, mask).logits - before).abs().max() > 1e-2
+    assert largest_difference(model) < 1e-4
+
+
+@pytest.mark.parametrize("replacement", [torch.relu, torch.nn.functional.silu, modeling_esmc.rotate_half])
+def test_functions_of_known_libraries_are_not_taken_for_the_models_own(monkeypatch: Patch, replacement: Any) -> None:
+    name = "rotate_half" if replacement is modeling_esmc.rotate_half else "gelu"
+    monkeypatch.setattr(modeling_esm, name, replacement)
+    model = MODELS["ESM-2"]()
+    assert largest_difference(model) < 1e-4
+    assert not model.base_model.executor.runs_known_code()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_as_published_runs_known_code(family: str) -> None:
+    model = MODELS[family]()
+    assert largest_difference(model) < 1e-4
+    assert model.base_model.executor.runs_known_code()
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("ESM-2", modeling_esm.EsmSelfAttention), ("ESM-C", modeling_esmc.EsmcAttention)]
+)
+def test_a_replaced_attention_has_no_contexts(monkeypatch: Patch, family: str, attention: type[nn.Module]) -> None:
+    model = MODELS[family]()
+    monkeypatch.setattr(attention, "forward", sine_of(attention.forward))
+    with pytest.raises(ValueError, match=f"{attention.__name__}.forward was replaced, and contexts are read"):
+        largest_difference(model)
+
+
+def test_hooks_between_the_products_of_a_layer_run() -> None:
+    model = MODELS["ESM-2"]()
+    for layer in model.base_model.encoder.layer:
+        layer.intermediate.register_forward_hook(lambda module, args, output: 2 * output)
+    assert largest_difference(model) < 1e-4
