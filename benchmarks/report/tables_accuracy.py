@@ -168,11 +168,12 @@ def fp8() -> str:
     models, shares = [record["model"] for record in found], [record["figures"]["shares"] for record in found]
     rows = [
         [name, *(cell for of_model in shares for cell in (cosine(of_model[name]), small(of_model[name]["kl_mean"])))]
-        for name in shares[0]
+        for name in sorted(shares[0], key=lambda name: shares[0][name]["kl_mean"])
     ]
     head = ["products in eight bits", *(title for model in models for title in (f"{model}: cosine (1 %)", "KL"))]
     size = f"{found[0]['figures']['proteins']} domains, {found[0]['figures']['residues']:,} residues. "
-    return table(head, rows) + size + source(found[0], "fp8", " and ".join(models))
+    said = source(found[0], "fp8", " and ".join(models)).replace(" in float32", " in bfloat16, against float32,")
+    return table(head, rows) + size + said
 
 
 def calibration_size() -> str:
