@@ -20,8 +20,8 @@ __all__ = ["DTYPE", "Float8Linear", "Quantized", "float8_linear", "quantize"]
 DTYPE = torch.float8_e4m3fn
 """Of codes."""
 LARGEST_CODE = 448.0
-# cuBLAS finds no algorithm for fewer tokens of more inputs.
-_FEWEST_TOKENS, _MANY_INPUTS = 32, 5120
+# cuBLAS finds no algorithm for fewer tokens of more inputs with a bias.
+_FEWEST_TOKENS, _MANY_INPUTS = 64, 5120
 # Rows of zeros have a scale, too.
 _SMALLEST_MAXIMUM = 2.0**-60
 
@@ -65,7 +65,7 @@ def float8_linear(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | N
     if x.codes.device.type != "cuda":
         return reference.float8_linear(x, weight, scales, bias)
     tokens = len(x.codes)
-    if tokens < _FEWEST_TOKENS and x.codes.shape[1] > _MANY_INPUTS:
+    if bias is not None and tokens < _FEWEST_TOKENS and x.codes.shape[1] > _MANY_INPUTS:
         added = 0, 0, 0, _FEWEST_TOKENS - tokens
         x = Quantized(functional.pad(x.codes.view(torch.uint8), added).view(DTYPE), functional.pad(x.scales, added))
     output: Tensor = torch._scaled_mm(
