@@ -31,6 +31,8 @@ class EmbeddingIndex:
         # By file, in lower case: some systems take names that only differ in that for the same.
         self._identifiers: defaultdict[str, set[str]] = defaultdict(set)
         content = path.read_bytes() if path.exists() else b""
+        # Rows of a batch count together: while they are written, a zero byte stands before them, see `_append`.
+        content = content.partition(b"\0")[0]
         # Anything after the last line break was being written when the process died.
         self._whole_bytes = content.rfind(b"\n") + 1
         found = {}
@@ -107,10 +109,12 @@ def _append(path: Path, size: int, content: bytes) -> int:
     refuse_links(path, path.parent)
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         file.truncate(size)
-        file.seek(size)
         try:
-            if file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # The first byte comes last, and is zero until then.
+            for start, part in ((size + 1, content[1:]), (size, content[:1])):
+                file.seek(start)
+                if file.write(part) != len(part):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             # With only half of a batch's rows in the index, the rest would be batched differently.
             file.truncate(size)
