@@ -46,7 +46,6 @@ from esm_turbo.model.sessions import Extension, KVSession, attend_by
 from esm_turbo.ops.float8 import Float8Linear
 
 _INV_FREQ = "rotary_embeddings.inv_freq"
-_MOST_POSITIONS = 2**20
 # transformers 5 saves one key for all layers, with an asterisk for the layer's number.
 _PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embeddings\.inv_freq"
 # Fraction of residues masked in ESM-2's training (Lin et al. 2023), for which token dropout corrects.
@@ -173,11 +172,6 @@ class _Esm2Checkpoints(CheckpointMixin):
         super().check_config(config)
         if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
             raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
-        # Hugging Face's model lists all positions, although rotary ones need no table.
-        if config.max_position_embeddings > _MOST_POSITIONS:
-            raise ValueError(
-                f"`max_position_embeddings` must be at most {_MOST_POSITIONS:,}, got {config.max_position_embeddings:,}"
-            )
 
     def state_to_save(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """With the rotary frequencies, in float32, under the published keys."""

@@ -36,6 +36,11 @@ _CONVERT = (
 _SAME_SIZE = ({"BF16", "F16", "I16", "U16"}, {"F32", "I32", "U32"})
 
 
+# Far beyond every published model. Of positions, Hugging Face's ESM-2 makes a table, although rotary ones need none.
+_MOST = {"max_position_embeddings": 2**20}
+_MOST_NUMBERS = 2**17
+
+
 class PicklableHooksMixin:
     """Pickles and copies a module without what transformers installs to record hidden states, which is not picklable.
 
@@ -85,6 +90,11 @@ class CheckpointMixin(PicklableHooksMixin):
         """
         if config.model_type != cls.family.model_type:
             raise ValueError(f"{cls.__name__} needs a model of {cls.family.name}, got model type {config.model_type!r}")
+        # A damaged number would otherwise take all memory before weights are found not to fit.
+        for name in [*(name for name, kinds in cls.deciding_fields.items() if kinds == (int,)), *_MOST]:
+            value, most = getattr(config, name, None), _MOST.get(name, _MOST_NUMBERS)
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"`{name}` must be at most {most:,}, got {value:,}")
 
     @classmethod
     def from_esm(cls, model: PreTrainedModel, *, model_id: str | None = None, **turbo: Any) -> Self:
