@@ -181,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     turbo()
+    homologs.e1()
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
         if options.trial is not None:
             references = References(Path(folder) / "references")

@@ -15,14 +15,15 @@ from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
 from benchmarks.harness.embedded import SMALL_MODELS
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 
-__all__ = ["homologs"]
+__all__ = ["e1", "homologs"]
 
 _RESIDUES = "ACDEFGHIKLMNPQRSTVWYX"
 _TOLERANCE = 1e-4
 
 
 @functools.cache
-def _model() -> TurboEsm:
+def e1() -> TurboEsm:
+    """The small model of E1; a process that forks must load it, see `commands.turbo`."""
     return TurboEsm.from_pretrained(SMALL_MODELS["e1-mini"], preset="exact", device="cpu")
 
 
@@ -35,7 +36,7 @@ def homologs(rng: random.Random, folder: Path, references: References) -> list[F
     preset, method = rng.choice(("exact", "turbo3", "turbo2")), rng.choice(("masked", "wild_type"))
     weight, digit = rng.randrange(10**6), rng.choice((0.5, 1e-2))
     path, scores = folder / "cache.safetensors", folder.parent / f"{folder.name}.npy"
-    model = _model()
+    model = e1()
 
     def scored(context: str | TurboKVCache, store: ContextStore | None = None) -> list[float]:
         arm = "frozen" if preset == "exact" else "turbo"
