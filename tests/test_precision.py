@@ -76,7 +76,7 @@ def test_packed_rows_are_those_of_the_library(family: str, keep: list[tuple[int,
 @pytest.fixture(scope="module")
 def minis() -> dict[str, TurboEsm]:
     """Trained models, float32."""
-    folders = {"esm2-mini": EMBEDDED_MODEL, "esmc-mini": Path(__file__).parents[2] / "models" / "esmc-mini"}
+    folders = {"esm2-mini": EMBEDDED_MODEL, "esmc-mini": Path(__file__).parents[1] / "models" / "esmc-mini"}
     return {name: TurboEsm.from_pretrained(folder, device="cpu") for name, folder in folders.items()}
 
 
