@@ -30,6 +30,7 @@ from esm_turbo.proteins.fasta import (
     raw_records,
 )
 from esm_turbo.proteins.homologs import SEPARATOR
+from esm_turbo.proteins.limits import UntrainedInputWarning
 
 _GAP = ord("-")
 # From this share of equal residues on, homologs are neighbours.
@@ -43,7 +44,7 @@ _INSERTIONS = str.maketrans("", "", string.ascii_lowercase + "." + string.whites
 _FOR_BLOSUM = str.maketrans("UO", "CK")
 
 
-class UnrelatedHomologsWarning(UserWarning):
+class UnrelatedHomologsWarning(UntrainedInputWarning):
     """Sequences that are given as homologs of a protein do not look like them."""
 
 

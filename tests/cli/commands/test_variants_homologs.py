@@ -37,6 +37,12 @@ def family(write):
     return write("family.a3m", FAMILY)
 
 
+def test_homologs_that_do_not_look_like_the_protein_are_mentioned(run, write):
+    others = write("others.fasta", ">x\nWCWCHWCCWHWCCWHWCH\n>y\nDDEDEEDPDDEEPDDEDE\n")
+    code, _, err = run("--homologs", others, "--max-similarity", 1.0, "--method", "wild_type")
+    assert code == 0 and "esm-turbo: warning:" in err and "no sequence aligns with wt much better" in err
+
+
 def test_scores_are_those_in_python_and_say_what_was_drawn(run, e1, family, write, tmp_path):
     table = write("variants.csv", "mutant\nM1A\nV5A:T9S\n")
     out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
