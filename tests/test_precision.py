@@ -29,9 +29,9 @@ from esm_turbo.model.precision import (
     all_products,
     check_precision,
     quantize_products,
-    quantized_products,
 )
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
+from esm_turbo.ops.float8 import Float8Linear
 from esm_turbo.proteins.fasta import read_fasta_strict
 from tests.helpers import torch_encoder
 from tests.helpers.e1 import make_e1
@@ -56,6 +56,16 @@ def packed_states(model: PreTrainedModel, ids: Tensor, mask: Tensor, ops: Module
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def quantized_products(model: Any) -> list[Product]:
+    """The eight-bit products of a model, by layer."""
+    return [
+        (index, name)
+        for index, products in enumerate(model.base_model.products)
+        for name, linears in products.items()
+        if isinstance(linears[0], Float8Linear)
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,7 +31,7 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 SHAPES = {"1 of 512": [510], "8 of 1,024": [1022] * 8, "256 of 52 to 1,024": mixed_lengths(256)}
-"""Tokens of the proteins of each row; residues are two fewer."""
+"""Residues of the proteins of each row; their tokens, which name it, are two more."""
 
 
 def cases(architecture: Architecture) -> Iterator[Case]:

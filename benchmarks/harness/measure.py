@@ -131,9 +131,10 @@ def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int)
 
 
 def finished(call: Callable[[], object]) -> None:
-    """Run a call and wait for the CUDA device."""
+    """Run a call and wait for the CUDA device, if there is one."""
     call()
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def spread(times: Mapping[str, Sequence[float]]) -> Figures:

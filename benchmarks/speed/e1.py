@@ -25,7 +25,17 @@ from torch import Tensor
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, spread, worst
+from benchmarks.harness.measure import (
+    Case,
+    Check,
+    Figures,
+    Target,
+    finished,
+    interleave,
+    largest_difference,
+    spread,
+    worst,
+)
 from benchmarks.harness.names import E1_OURS, E1_PREFILL, E1_REFERENCE
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
@@ -175,7 +185,7 @@ def _measure(
         cache = turbo.prefill(contexts[0])
         figures |= {"context_bytes": cache.nbytes, "context_tokens": int(cache.lengths[0])}
         arms[_ATTENTION] = _attention(turbo, cache, len(rows), residues + _AROUND)
-    seconds = spread(interleave({arm: [partial(_finished, call)] for arm, call in arms.items()}, repeats))
+    seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
     figures["seconds"] = seconds
     figures["per_second"] = {E1_OURS: residues * max(1, len(contexts)) / seconds[E1_OURS]["p50"]}
     if len(contexts) == 1:
@@ -231,12 +241,6 @@ def _attention(turbo: TurboEsm, cache: Any, rows: int, tokens: int) -> Callable[
     query, keys, values = torch.randn(shape, **options).permute(2, 0, 3, 1, 4).unbind()
     backend = model.kv_backend
     return lambda: Extension(cache, backend, None, None).attend(0, query * 0.1, keys, values)
-
-
-def _finished(call: Callable[[], object]) -> None:
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _texts(residues: int, contexts: Sequence[int]) -> tuple[str, list[str]]:

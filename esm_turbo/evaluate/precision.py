@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 MOST_KL = 3e-4
-"""Divergence that eight-bit products may cost in the mean, nats: a tenth of what freezing with few residues costs."""
+"""Divergence that eight-bit products may cost in the mean, nats; freezing with eight residues refreshed costs more."""
 
 
 def choose_products(turbo: ContextModel, proteins: Sequence[Protein], most_kl: float = MOST_KL) -> EightBits:

@@ -146,13 +146,3 @@ def _check_linear(linear: nn.Module) -> None:
         raise ValueError(f"precision 'fp8' needs a model in bfloat16, got {linear.weight.dtype}")
     if any(size % _MULTIPLE for size in sizes):
         raise ValueError(f"precision 'fp8' needs layers of multiples of {_MULTIPLE} numbers, got {sizes}")
-
-
-def quantized_products(model: Any) -> list[Product]:
-    """The eight-bit products of a model, by layer."""
-    return [
-        (index, name)
-        for index, products in enumerate(model.base_model.products)
-        for name, linears in products.items()
-        if isinstance(linears[0], Float8Linear)
-    ]

@@ -19,7 +19,7 @@ _SMALLEST_MAXIMUM: tl.constexpr = tl.constexpr(2.0**-60)
 def _gelu(x):
     """x / 2 (1 + erf(x / sqrt(2))), by erf's approximation 7.1.26 of Abramowitz and Stegun (1964), to 1e-6.
 
-    It needs a third of the instructions of `tl.erf`, which long rows wait for.
+    Of long rows, `tl.erf` takes longer than their memory traffic.
     """
     z = tl.abs(x) * _INVERSE_SQRT2
     t = 1.0 / (1.0 + 0.3275911 * z)
