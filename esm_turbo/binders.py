@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
-from esm_turbo.tasks.common.checks import check_choice, check_count
+from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import Arm, Background, SortBy
@@ -22,8 +22,8 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import GenerationOptions, generate_batch
 from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.generation.sampling import row_seeds
-from esm_turbo.tasks.scoring.pairs import score
-from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore
+from esm_turbo.tasks.scoring.pairs import check_ranking, score
+from esm_turbo.tasks.scoring.score import RESCORED_COLUMNS, SPECIFICITY_COLUMNS, CandidateScore, Scores
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -59,20 +59,34 @@ class Binders(Tabular):
     Attributes:
         target: residues of the target.
         binders: the peptides.
-        arm: of the scores.
-        preset: storage format of the target's contexts; None for `full`.
-        model: name of the model.
-        background: what peptides were compared with for their specificity: `alone`, `decoys`, or None.
+        scores: theirs on the target, in the same order; with `rescored`, of the best by the arm `full`, too.
         sort_by: what ranks them.
     """
 
     target: str
     binders: tuple[Binder, ...]
-    arm: Arm
-    preset: str | None
-    model: str
-    background: str | None = None
+    scores: Scores
     sort_by: SortBy = "likelihood"
+
+    @property
+    def arm(self) -> Arm:
+        """Of the scores."""
+        return self.scores.arm
+
+    @property
+    def preset(self) -> str | None:
+        """Storage format of the target's contexts; None for `full`."""
+        return self.scores.preset
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.scores.model
+
+    @property
+    def background(self) -> str | None:
+        """What peptides were compared with for their specificity: `alone`, `decoys`, or None."""
+        return self.scores.background
 
     def __repr__(self) -> str:
         best = [f"best {self.binders[0].sequence}"] if self.binders else []
@@ -83,14 +97,16 @@ class Binders(Tabular):
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
         figures = ["pseudo_perplexity", "pseudo_log_likelihood", *self._more(SPECIFICITY_COLUMNS)]
-        return ["rank", "binder", *figures, "mean_log_prob", "seed"]
+        exact = () if self.scores.rescored is None else RESCORED_COLUMNS
+        return ["rank", "binder", *figures, "mean_log_prob", "seed", *exact]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per peptide its rank, residues, score, and what it was drawn with."""
-        for rank, one in enumerate(self.binders, start=1):
+        """Per peptide its rank, residues, score, what it was drawn with, and what it was scored again with."""
+        exact = self.scores.rescored_cells(self.sort_by)
+        for rank, (one, again) in enumerate(zip(self.binders, exact, strict=True), start=1):
             figures = one.score.pseudo_perplexity, one.score.pseudo_log_likelihood
             more = self._more((one.score.specificity, one.score.specificity_z))
-            yield rank, one.sequence, *figures, *more, one.mean_log_prob, one.seed
+            yield rank, one.sequence, *figures, *more, one.mean_log_prob, one.seed, *again
 
     def _more(self, columns: Sequence[object]) -> list[Any]:
         return [] if self.background is None else list(columns)
@@ -123,6 +139,7 @@ def generate_binders(
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
     background: Background | Sequence[str] = "none",
+    rescore: int = 0,
     sort_by: SortBy = "likelihood",
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
@@ -139,10 +156,10 @@ def generate_binders(
         per_step: residues drawn per step; None draws all at once, independently of each other, as PepMLM does, and 1
             each given those before it.
         allowed: residues that may be generated, where a template has X, too; None for the 20 standard ones.
-        arm: of the scores, as are `refresh`, `background` and `store`; see `tasks.scoring.pairs.score`.
+        arm: of the scores, as are `refresh`, `background`, `rescore` and `store`; see `tasks.scoring.pairs.score`.
         sort_by: figure that ranks the peptides; `specificity` needs a background.
         toks_per_batch: padded tokens per batch; None chooses by device, and to score by arm too.
-        progress: called with stages `generate` and `score`, see `Progress`.
+        progress: called with stages `generate`, `score` and, with `rescore`, `rescore`, see `Progress`.
 
     The other arguments are those of `tasks.generation.options.GenerationOptions`.
 
@@ -151,9 +168,7 @@ def generate_binders(
         NotEnoughMemoryError: the target needs more memory than is free.
     """
     places = _places(length, template, allowed)
-    check_choice("sort_by", sort_by, get_args(SortBy))
-    if sort_by == "specificity" and background == "none":
-        raise ValueError("`sort_by` 'specificity' needs a `background`, such as 'decoys'")
+    check_ranking(arm, rescore, sort_by, background)
     check_count("num_return_sequences", num_return_sequences)
     if toks_per_batch is not None:
         check_count("toks_per_batch", toks_per_batch)
@@ -191,13 +206,14 @@ def generate_binders(
         arm=arm,
         refresh=refresh,
         background=background,
+        rescore=rescore,
+        sort_by=sort_by,
         toks_per_batch=toks_per_batch,
         store=store,
         progress=progress,
     )
-    ranked = [found.scores[index] for index in found.ranking(sort_by)]
-    binders = tuple(Binder(one, *drawn[one.candidate]) for one in ranked)
-    return Binders(residues, binders, found.arm, found.preset, found.model, found.background, sort_by)
+    ranked = found.ordered(found.ranking(sort_by))
+    return Binders(residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked.scores), ranked, sort_by)
 
 
 def _places(length: int | None, template: str | None, allowed: str | None) -> list[str]:

@@ -82,6 +82,8 @@ def test_they_show_themselves(found: Binders) -> None:
         ({"length": None, "template": "GSP"}, "`template` 'GSP' leaves nothing to draw"),
         ({"length": None, "template": "G[KRX"}, "templates are written as"),
         ({"sort_by": "specificity"}, "`sort_by` 'specificity' needs a `background`"),
+        ({"rescore": -1}, "`rescore` must be an integer of at least 0, got -1"),
+        ({"rescore": 2, "arm": "full"}, "`rescore` scores the best again by the arm 'full', but that scores all"),
         ({"background": "targets"}, "`background` 'targets' needs several targets"),
         ({"target": "M1"}, "the target: position 2 is '1'"),
     ],
@@ -120,6 +122,21 @@ def test_specificity_ranks_peptides(turbo: TurboEsm) -> None:
         one.score.pseudo_perplexity for one in plain.binders
     )
     assert ranked.to_frame()["specificity"].tolist() == values and ranked.to_dict()["background"] == "decoys"
+
+
+@pytest.mark.parametrize("sort_by", ["likelihood", "specificity"])
+def test_the_best_are_scored_again(turbo: TurboEsm, sort_by: str) -> None:
+    options = {"num_return_sequences": 12, "seed": 3, "background": ["GSWKDLAEGSWKD", "MLLNPPWFY"], "sort_by": sort_by}
+    found = generate_binders(turbo, TARGET, 5, rescore=3, **options)
+    plain = generate_binders(turbo, TARGET, 5, **options)
+    assert [one.sequence for one in found.binders] == [one.sequence for one in plain.binders]
+    rows = found.to_frame()
+    assert rows["full_pseudo_perplexity"].notna().tolist() == [True] * 3 + [False] * (len(found.binders) - 3)
+    exact = turbo.score(TARGET, [one.sequence for one in found.binders[:3]], arm="full").pseudo_perplexities
+    assert rows["full_pseudo_perplexity"][:3].tolist() == pytest.approx(exact, rel=1e-4)
+    assert sorted(rows["full_rank"][:3]) == [1, 2, 3]
+    assert found.to_dict()["binders"][0]["full_pseudo_perplexity"] == rows["full_pseudo_perplexity"][0]
+    assert "full_rank" not in plain.columns()
 
 
 def test_masks_of_the_target_stay(turbo: TurboEsm) -> None:

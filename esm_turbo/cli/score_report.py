@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.common.options import Arm, SortBy
     from esm_turbo.tasks.common.rankings import RankAgreement
     from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
+    from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.records import ProteinVariants, VariantsRun
 
     Correlation = Callable[[ProteinVariants, Arm], float | None]
@@ -28,6 +29,7 @@ _UNITS = {
     True: "mean log-probability of the variant's residues minus that of the wild type's, nats per residue",
 }
 _APPROXIMATE = "compare ranks: single values are approximate"
+_HOW_EXACTLY = f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly"
 # By the unit in which specificity ranks.
 _SPECIFICITIES = {
     "s.d.": "specificity, in standard deviations of the background",
@@ -56,24 +58,32 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
     if any(result.agreement for result in run.results):
         parts.append(_agreement_table(run.results, few))
     exact = any(one.rescored or "full" in one.scores for one in run.results)
-    if not exact and parts and run.results:
-        parts.append(f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly")
-    return parts
+    return parts if exact or not parts or not run.results else [*parts, _HOW_EXACTLY]
 
 
-def binders_table(target: str, found: Binders, top: int) -> Table:
-    """The best peptides for a target."""
-    from esm_turbo.tasks.scoring.score import specificities
+def binders_report(found: Mapping[str, Binders], top: int) -> list[object]:
+    """The best peptides of every target, by its name."""
+    parts: list[object] = [_binders_table(target, one, top) for target, one in found.items() if top]
+    exact = any(one.scores.rescored or one.arm == "full" for one in found.values())
+    return parts if exact or not parts else [*parts, _HOW_EXACTLY]
 
+
+def _binders_table(target: str, found: Binders, top: int) -> Table:
     shown = found.binders[:top]
-    unit, values = specificities([one.score for one in found.binders]) if found.background else (None, [])
+    unit, values = found.scores.specificities()
+    again = _rescored_cells(found.scores, found.sort_by)
     rows = []
-    for rank, one in enumerate(shown, start=1):
-        figures = [f"{one.score.pseudo_perplexity:.3f}", *([_number(values[rank - 1])] if unit else [])]
-        rows.append([str(rank), one.sequence, *figures, str(one.seed)])
+    for index, one in enumerate(shown):
+        figures = [f"{one.score.pseudo_perplexity:.3f}", *([_number(values[index])] if unit else [])]
+        rows.append([str(index + 1), one.sequence, *figures, str(one.seed), *again.get(index, [])])
     return text_table(
         target,
-        ["rank", "binder", "pseudo-perplexity", *([f"specificity, {unit}"] if unit else []), "seed"],
+        [
+            *("rank", "binder", "pseudo-perplexity"),
+            *([f"specificity, {unit}"] if unit else []),
+            "seed",
+            *(_EXACT if again else []),
+        ],
         rows,
         left=(0, 1),
         caption=_caption(len(found.binders) - len(shown), found.sort_by, unit),
@@ -161,7 +171,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
     shown = result.ranking()[:top]
     reference = result.scores[result.reference]
     unit, specificities = reference.specificities()
-    again = _rescored_cells(result)
+    again = _rescored_cells(reference, result.sort_by)
     rows = []
     for rank, index in enumerate(shown, start=1):
         candidate = result.candidates[index]
@@ -190,15 +200,18 @@ def _perplexities(result: TargetResult, index: int) -> list[str]:
     return [f"{scores.scores[index].pseudo_perplexity:.3f}" for scores in result.scores.values()]
 
 
-def _rescored_cells(result: TargetResult) -> dict[int, list[str]]:
+def _rescored_cells(scores: Scores, sort_by: SortBy) -> dict[int, list[str]]:
     """Exact perplexity of every candidate that was scored again, its rank among these, and how far it moved."""
-    if not result.rescored:
+    if not scores.rescored:
         return {}
-    before, ranks = result.ranking(), result.rescored_ranks()
-    cells = {index: ["", ""] for index in before}
-    for index, one in result.rescored.items():
-        moved = before.index(index) + 1 - ranks[index]
-        cells[index] = [f"{one.pseudo_perplexity:.3f}", f"{ranks[index]}" + (f" ({moved:+d})" if moved else "")]
+    exact = scores.rescored_cells(sort_by)
+    cells = {}
+    for before, index in enumerate(scores.ranking(sort_by), start=1):
+        perplexity, rank = exact[index] or (None, None)
+        if perplexity is None or rank is None:
+            cells[index] = ["", ""]
+        else:
+            cells[index] = [f"{perplexity:.3f}", f"{rank}" + (f" ({before - rank:+d})" if before != rank else "")]
     return cells
 
 
@@ -213,7 +226,7 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         candidate = result.candidates[best]
         _, specificities = result.scores[result.reference].specificities()
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
-        exact = _rescored_cells(result).get(best, ["", ""]) if again else []
+        exact = _rescored_cells(result.scores[result.reference], result.sort_by).get(best, ["", ""]) if again else []
         rows.append([result.target.id, *counts, *cells, *([_number(specificities[best])] if unit else []), *exact])
     return text_table(
         f"best candidates of {len(results):,} targets",

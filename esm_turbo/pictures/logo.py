@@ -11,6 +11,12 @@ from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.pictures.panels import ENTROPY, Array, Lines, Logo, Sheet, Table, Tracks
 from esm_turbo.tasks.generation.records import GeneratedSequence
 
+LOGO = (
+    "Height is the share of designs with a residue, colours are classes: basic, acidic, polar, aromatic, aliphatic,"
+    " and G, P, C"
+)
+"""How to read the letters."""
+
 
 def logo_sheet(designs: Sequence[GeneratedSequence], given: str, used: str) -> Sheet:
     """Residues of the designs of one protein at the positions that are new.
@@ -21,42 +27,55 @@ def logo_sheet(designs: Sequence[GeneratedSequence], given: str, used: str) -> S
         used: what made the designs.
     """
     positions = designs[0].positions
-    frequencies = design_frequencies(designs)
+    residues = [[one.sequence[position - 1] for position in positions] for one in designs]
+    frequencies = design_frequencies(residues)
     below = [given[position - 1] if position <= len(given) else "" for position in positions]
     log_probs = np.array([one.log_probs for one in designs])
-    tracks: list[Logo | Lines] = [
-        Logo(frequencies, RESIDUE_ORDER, positions, "share of designs", "position"),
-        Lines(positions, {"entropy": design_entropies(frequencies)}, "position", "entropy\n(bits)", limits=ENTROPY),
-        Lines(positions, {"mean log p": log_probs.mean(axis=0)}, "position", "mean log p\n(nats)"),
-    ]
+    tracks = design_tracks(frequencies, log_probs, positions)
     kept = ""
     if any(below):
         at = [RESIDUE_ORDER.find(letter) if letter else -1 for letter in below]
         shares = np.array([row[index] if index >= 0 else np.nan for row, index in zip(frequencies, at, strict=True)])
         tracks.append(Lines(positions, {"kept": shares}, "position", "input kept\n(share)", filled=True, limits=(0, 1)))
         kept = " The letters below are the input's."
-    caption = (
-        f"{used}. Height is the share of designs with a residue, colours are classes: basic, acidic, polar, aromatic,"
-        f" aliphatic, and G, P, C.{kept} Entropy is that of the designs; log p is the model's when a residue was drawn."
-    )
+    caption = f"{used}. {LOGO}.{kept} Entropy is that of the designs; log p is the model's when a residue was drawn."
     rows = [
         [
             one.sample,
-            "".join(one.sequence[p - 1] for p in positions),
+            "".join(drawn),
             float(np.mean(one.log_probs)),
             str(one.seed),
             one.sequence,
         ]
-        for one in designs
+        for one, drawn in zip(designs, residues, strict=True)
     ]
     table = Table(["sample", "new_residues", "mean_log_prob", "seed", "sequence"], rows)
     title = f"{designs[0].record}: {counted(len(designs), 'design')}, {counted(len(positions), 'new residue')}"
     return Sheet(title, caption, [Tracks(tracks, positions, below)], table)
 
 
-def design_frequencies(designs: Sequence[GeneratedSequence]) -> Array:
-    """Share of the designs that have each residue, [positions, 20] in `RESIDUE_ORDER`; of standard residues only."""
-    residues = np.array([[one.sequence[position - 1] for position in one.positions] for one in designs])
+def design_tracks(frequencies: Array, log_probs: Array, positions: Sequence[int]) -> list[Logo | Lines]:
+    """The logo of designs, their entropy and the mean log-probability of their residues.
+
+    Args:
+        frequencies: of the residues, [positions, 20].
+        log_probs: of the residues of each design, [designs, positions].
+        positions: their numbers.
+    """
+    return [
+        Logo(frequencies, RESIDUE_ORDER, positions, "share of designs", "position"),
+        Lines(positions, {"entropy": design_entropies(frequencies)}, "position", "entropy\n(bits)", limits=ENTROPY),
+        Lines(positions, {"mean log p": log_probs.mean(axis=0)}, "position", "mean log p\n(nats)"),
+    ]
+
+
+def design_frequencies(designs: Sequence[Sequence[str]]) -> Array:
+    """Share of designs that have each residue, [positions, 20] in `RESIDUE_ORDER`; of standard residues only.
+
+    Args:
+        designs: residues of each, as many of all.
+    """
+    residues = np.array([list(one) for one in designs])
     counts = np.array([(residues == letter).sum(axis=0) for letter in RESIDUE_ORDER], dtype=np.float64).T
     shares: Array = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
+from esm_turbo.binders import Binders
 from esm_turbo.calibration import Calibration
 from esm_turbo.evaluate.evaluation import Evaluation
-from esm_turbo.pictures.logo import logo_sheet
+from esm_turbo.pictures.logo import LOGO, design_frequencies, design_tracks, logo_sheet
 from esm_turbo.pictures.measurements import calibration_sheet, evaluation_sheet
-from esm_turbo.pictures.panels import Sheet
+from esm_turbo.pictures.panels import Sheet, Table, Tracks
 from esm_turbo.pictures.ranking import matrix_sheet, ranking_sheet
 from esm_turbo.pictures.variant_map import variant_sheet
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -50,6 +53,26 @@ def design_sheets(
     groups = groupby(designs, lambda one: (one.record, one.positions))
     used = "" if run is None else str(run)
     return [logo_sheet(list(own), sequences.get(record, ""), used or "designs") for (record, _), own in groups]
+
+
+def binder_sheet(found: Binders, run: RunInfo | None, target: str = "target") -> Sheet:
+    """The logo of the peptides for a target, above their ranking.
+
+    Args:
+        found: the peptides, all of one length.
+        run: what made them.
+        target: its name.
+    """
+    candidates = tuple(Candidate(f"#{rank}", one.sequence) for rank, one in enumerate(found.binders, start=1))
+    record, scores = ProteinRecord(target, found.target), {found.arm: found.scores}
+    ranking = ranking_sheet(TargetResult(record, candidates, scores, {}, sort_by=found.sort_by), _used(run, scores))
+    log_probs = np.array([one.score.log_probabilities for one in found.binders])
+    positions = range(1, log_probs.shape[1] + 1)
+    tracks = design_tracks(design_frequencies([one.sequence for one in found.binders]), log_probs, positions)
+    logo = Tracks(tracks, positions, [""] * len(positions))
+    caption = f"{ranking.caption} Above: {LOGO[0].lower() + LOGO[1:]}; mean log p is that of the ranking."
+    table = Table(found.columns(), list(found.rows()))
+    return Sheet(ranking.title, caption, [logo, *ranking.layout], table)
 
 
 def _used(run: RunInfo | None, scores: Mapping[Arm, Scores | VariantScores]) -> str:
@@ -114,6 +137,7 @@ _SHEETS: dict[type, Callable[[Any, RunInfo | None], list[Sheet]]] = {
     Scores: lambda scores, run: [_ranking(_target_of(scores), run)],
     TargetResult: lambda result, run: [_ranking(result, run)],
     ScoringRun: _screen,
+    Binders: lambda found, run: [binder_sheet(found, run)],
     GenerationOutput: _designs_of,
     list: lambda designs, run: design_sheets(designs, [], run),
     Evaluation: lambda result, run: [evaluation_sheet(result)],

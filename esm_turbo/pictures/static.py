@@ -305,7 +305,7 @@ def _track_lines(axes: Axes, panel: Lines, ends: Sequence[int], legend: bool) ->
             label = name if begin == ends[0] else None
             axes.stairs(part, edges, baseline=None, color=colour, linewidth=0.9, label=label)
     _limits(axes, panel)
-    axes.yaxis.set_major_locator(MaxNLocator(2))
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
     axes.set_ylabel(panel.y_label, rotation=0, ha="right", va="center", fontsize=7.5)
     axes.tick_params(axis="y", labelsize=7)
     axes.spines["bottom"].set_visible(False)

@@ -26,7 +26,7 @@ OPTIONS = {
     "generate": f"{FILES} {STORED} {SAMPLING} --plot --max-new-tokens --positions --mask-letter --order --refresh-every"
     " --toks-per-batch --out",
     "binders": f"{FILES} {STORED} {SAMPLING} --length --template --arm --top --toks-per-batch --out"
-    " --background --sort-by",
+    " --background --sort-by --rescore --plot",
     "store": f"{FILES} {CACHES} {PARALLEL} {FAMILY} --toks-per-batch",
     "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --backend",
     "score": f"{FILES} {STORED} {PARALLEL} --plot --arm --refresh --place --top --top-k --toks-per-batch --out"

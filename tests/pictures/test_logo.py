@@ -10,7 +10,7 @@ from esm_turbo.pictures.palettes import RESIDUE_ORDER
 
 
 def test_shares_and_entropies_of_designs(designs) -> None:
-    shares = design_frequencies(designs)
+    shares = design_frequencies([[one.sequence[p - 1] for p in one.positions] for one in designs])
     assert shares.shape == (3, 20)
     np.testing.assert_allclose(shares.sum(axis=1), 1)
     found = [{RESIDUE_ORDER[i]: row[i] for i in np.flatnonzero(row)} for row in shares]

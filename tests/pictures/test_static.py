@@ -143,6 +143,17 @@ def test_a_ranking_prints_the_residues_of_the_best(ranking) -> None:
     assert cells(drawn) == sum(map(len, best))
 
 
+def test_tracks_of_designs_have_round_ticks_within_the_track(designs) -> None:
+    drawn = figure(logo_sheet(designs, "ACDEFGHI", "model x"))
+    shown = {}
+    for axes in drawn.axes[1:]:
+        low, high = axes.get_ylim()
+        shown[axes.get_ylabel().split("\n")[0]] = [
+            label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high
+        ]
+    assert shown == {"entropy": ["0", "2", "4"], "mean log p": ["−3", "−2", "−1"], "input kept": ["0.0", "0.5", "1.0"]}
+
+
 def test_a_logo_draws_one_letter_for_each_share(designs) -> None:
     drawn = figure(logo_sheet(designs, "ACDEFGHI", "model x"))
     logo = drawn.axes[0]

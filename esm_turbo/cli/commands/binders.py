@@ -25,12 +25,14 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    PictureFile,
     SequenceOptions,
     StoreFolder,
     TableFile,
 )
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
-from esm_turbo.cli.score_report import binders_table
+from esm_turbo.cli.score_report import binders_report
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tables import write_table
 from esm_turbo.proteins.fasta import BadRecord
@@ -58,10 +60,12 @@ def binders(
     refresh: int = DEFAULT_REFRESH,
     background: Annotated[str, READS] = "none",
     sort_by: SortBy = "likelihood",
+    rescore: int | None = None,
     top: int = 10,
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -92,26 +96,29 @@ def binders(
         background: Compare each peptide with itself elsewhere, for its specificity: on the other targets (targets),
             after no target (alone), on shipped proteins (decoys), or on those of a FASTA file.
         sort_by: Rank by likelihood, or by specificity, which needs a background.
+        rescore: Number of peptides per target, the best, that are scored again exactly, by the arm full.
         top: Number of peptides to print per target.
         out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, length=length, num_return_sequences=num_return_sequences, top_k=top_k)
-    check_minimum(1, per_step=per_step, sweeps=sweeps, toks_per_batch=toks_per_batch)
+    check_minimum(1, per_step=per_step, sweeps=sweeps, rescore=rescore, toks_per_batch=toks_per_batch)
     if (length is None) == (template is None):
         raise ValueError("give --length, or --template, which has one" + (", not both" if length is not None else ""))
     good, bad = read_proteins(targets, letters)
     compared, decoys = read_background(background, letters, targets=1)
     if compared == "targets" and len(good) < 2:
         raise ValueError(f"--background targets needs several targets, {targets} has one; give decoys")
-    if sort_by == "specificity" and compared is None:
-        raise ValueError("--sort-by specificity needs a --background, such as decoys")
+    from esm_turbo.tasks.scoring.pairs import check_ranking
+
+    check_ranking(arm, rescore or 0, sort_by, background)
+    check_plot(plot, len(good))
     turbo = load_model(model)
     good = readable(turbo, targets, good, bad)
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
     from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata
-    from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
+    from esm_turbo.tasks.scoring.records import COLUMN_TYPES
 
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
@@ -138,6 +145,7 @@ def binders(
                     arm=arm,
                     refresh=refresh,
                     background=others or ("none" if compared is None else "alone"),
+                    rescore=rescore or 0,
                     sort_by=sort_by,
                     toks_per_batch=toks_per_batch,
                     store=contexts,
@@ -147,15 +155,18 @@ def binders(
                 if not is_out_of_memory(error):
                     raise
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
-    parts: list[object] = [binders_table(name, one, top) for name, one in found.items()]
+    parts = binders_report(found, top)
     if out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
         rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]
-        floats = ("pseudo_perplexity", "pseudo_log_likelihood", *SPECIFICITY_COLUMNS, "mean_log_prob")
-        types = dict.fromkeys(floats, float) | dict.fromkeys(("rank", "seed"), int)
+        types = {**COLUMN_TYPES, "mean_log_prob": float, "seed": int}
         settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
         metadata = run_metadata(used, settings | {"background": background, "sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
+    if plot is not None:
+        from esm_turbo.pictures.sheets import binder_sheet
+
+        save_plot(plot, [binder_sheet(one, used, name) for name, one in found.items()])
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     written = sum(len(one.binders) for one in found.values())

@@ -178,7 +178,7 @@ def score(
         [sequence] = as_list([context], "target")
         pair = TargetPairs(sequence, own)
     warn_of_pairs(turbo, [pair])
-    _check_rescore(arm, rescore, sort_by, background)
+    check_ranking(arm, rescore, sort_by, background)
     found = _against(turbo, task, [pair], background, progress, alone=True)
     return _with_best_again(turbo, task, [pair], found, rescore, sort_by, progress)[0]
 
@@ -226,7 +226,7 @@ def score_pairs(
     for number, one in enumerate(pairs):
         check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
     warn_of_pairs(turbo, pairs)
-    _check_rescore(arm, rescore, sort_by, background)
+    check_ranking(arm, rescore, sort_by, background)
     runner: Runner | None = turbo.runner(devices)
     found = _against(turbo, task, pairs, background, progress, runner)
     return _with_best_again(turbo, task, pairs, found, rescore, sort_by, progress, runner)
@@ -279,10 +279,15 @@ def _together(
     )
 
 
-def _check_rescore(arm: Arm, rescore: int, sort_by: SortBy, background: str | Sequence[str]) -> None:
+def check_ranking(arm: Arm | None, rescore: int, sort_by: SortBy, background: str | Sequence[str]) -> None:
+    """Check how candidates are ranked and scored again; the options are those of `score`.
+
+    Raises:
+        ValueError: specificity has no background, or the arm `full` has scored all.
+    """
     check_count("rescore", rescore, 0)
     if check_choice("sort_by", sort_by, get_args(SortBy)) == "specificity" and background == "none":
-        raise ValueError("`sort_by` 'specificity' needs a `background`")
+        raise ValueError("`sort_by` 'specificity' needs a `background`, such as 'decoys'")
     if rescore and arm == "full":
         raise ValueError("`rescore` scores the best again by the arm 'full', but that scores all; give one of the two")
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 COLUMNS = ("target", "candidate", "sequence", "arm", "rank", "pseudo_log_likelihood", "pseudo_perplexity")
-_TYPES: Mapping[str, type[int] | type[float]] = {
+COLUMN_TYPES: Mapping[str, type[int] | type[float]] = {
     "rank": int,
     "pseudo_log_likelihood": float,
     "pseudo_perplexity": float,
@@ -174,7 +174,7 @@ class ScoringRun(RecordRun[TargetResult]):
     noun = "target"
     no_columns = COLUMNS
     replaced = ("id", _ALIAS)
-    types = _TYPES
+    types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
         """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`."""

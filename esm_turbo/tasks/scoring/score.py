@@ -229,6 +229,13 @@ class Scores(ItemScores):
         again = [(index, self.scores[index]) for index in chosen if self.scores[index].candidate in known]
         return replace(self, rescored={i: replace(known[o.candidate], background=o.background) for i, o in again})
 
+    def ordered(self, order: Sequence[int]) -> Scores:
+        """The same scores in another order of the candidates, by their indices."""
+        rescored = self.rescored
+        if rescored is not None:
+            rescored = {place: rescored[index] for place, index in enumerate(order) if index in rescored}
+        return replace(self, scores=tuple(self.scores[index] for index in order), rescored=rescored)
+
     def agreement(self, reference: Scores, top_k: int = DEFAULT_TOP_K) -> RankAgreement:
         """Agreement with another ranking of the same candidates, by log-probability per residue.
 

@@ -55,6 +55,35 @@ def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, 
     assert "┃ pseudo-perplexity ┃" in plain.out and "ranked" not in plain.out
 
 
+def test_the_best_are_scored_again_and_drawn(esm_shared, turbo, write, tmp_path):
+    targets, out, plot = write("targets.fasta", f">one\n{TARGET}\n"), tmp_path / "binders.csv", tmp_path / "binders.svg"
+    options = ["--length", 5, "--num-return-sequences", 9, "--rescore", 3, "--top", 4]
+    result = esm_shared("binders", targets, *options, "--out", out, "--plot", plot)
+    expected = turbo.generate_binders(TARGET, 5, num_return_sequences=9, rescore=3)
+    rows = list(csv.DictReader(out.open()))
+    own = [tuple(row[name] for name in ("full_pseudo_perplexity", "full_rank")) for row in rows]
+    assert own == [
+        ("", "") if exact[0] is None else tuple(map(str, exact)) for exact in expected.scores.rescored_cells()
+    ]
+    printed = [line for line in result.out.splitlines() if expected.binders[0].sequence in line]
+    assert f"{float(own[0][0]):.3f}" in printed[0] and "approximate" not in result.out
+    drawn = plot.read_text()
+    assert f"picture written to {plot}" in result.err
+    assert all(f">{text}<" in drawn for text in ("share of designs", "best 9, turbo", "entropy"))
+    plain = esm_shared("binders", targets, *options[:4]).out
+    assert "by full" not in plain and "--rescore, or --arm full, computes them exactly" in plain
+
+
+def test_a_picture_has_a_sheet_for_each_target(esm_shared, write, tmp_path):
+    targets = write("targets.fasta", f">one\n{TARGET}\n>two\nGSWKDLAE\n")
+    options = ["--template", "GX[KR]P", "--num-return-sequences", 3]
+    result = esm_shared("binders", targets, *options, "--plot", tmp_path / "binders.png")
+    assert result.code == 2 and ".png" in result.error
+    assert esm_shared("binders", targets, *options, "--plot", tmp_path / "binders.html").code == 0
+    page = (tmp_path / "binders.html").read_text()
+    assert "one: " in page and "two: " in page and "target of 8 residues" in page
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -64,6 +93,8 @@ def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, 
         (["--template", "G1P"], "templates are written as GX[KR]XXP"),
         (["--length", "3", "--background", "nothing.fasta"], "targets, decoys, all-decoys or a FASTA file"),
         (["--length", "3", "--sort-by", "specificity"], "needs a --background"),
+        (["--length", "3", "--rescore", "0"], "--rescore must be at least 1, got 0"),
+        (["--length", "3", "--rescore", "2", "--arm", "full"], "--rescore scores the best again by the arm 'full'"),
         (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
         (["--length", "3", "--temperature", "-1"], "--temperature must be from"),
         (["--length", "3", "--allowed", "J"], "J"),
