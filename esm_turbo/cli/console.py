@@ -29,10 +29,8 @@ from rich.progress import (
 from rich.progress import Progress as ProgressDisplay
 from rich.text import Text
 
-from esm_turbo.files.quality import InaccuratePresetWarning
 from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
-from esm_turbo.proteins.limits import UntrainedInputWarning
 from esm_turbo.tasks.common.progress import Progress
 
 PROGRAM = "esm-turbo"
@@ -66,7 +64,7 @@ def wording(worded: Callable[[str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(debug: bool) -> Iterator[None]:
-    """Silence the warnings of libraries, and show those of this package in one line each.
+    """Silence the warnings of libraries, and show those of this package in one line each, equal ones once.
 
     Args:
         debug: show everything.
@@ -81,9 +79,8 @@ def quiet(debug: bool) -> Iterator[None]:
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore")
-                for category in (UntrainedInputWarning, InaccuratePresetWarning):
-                    warnings.simplefilter("always", category)
-                warnings.showwarning = _show_warning  # type: ignore[assignment]
+                warnings.simplefilter("always", UserWarning)
+                warnings.showwarning = _warnings_shown()
             yield
     finally:
         _debug.reset(token)
@@ -109,8 +106,16 @@ class _OneLine(logging.Handler):
         say(prefix + record.getMessage())
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    say(f"warning: {message}")
+def _warnings_shown() -> Callable[..., None]:
+    """In place of `warnings.showwarning`: shows the categories that this package defines, and each message once."""
+    shown = set[str]()
+
+    def show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if category.__module__.partition(".")[0] == "esm_turbo" and str(message) not in shown:
+            shown.add(str(message))
+            say(f"warning: {message}")
+
+    return show_warning
 
 
 class _Rate(ProgressColumn):

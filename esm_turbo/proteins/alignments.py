@@ -84,9 +84,9 @@ class HomologFamily:
 
     Attributes:
         source: where they come from, for errors.
-        ids: of the homologs; the protein itself may be among them.
+        ids: of all sequences; the protein itself may be among them.
         sequences: their residues, what lies between the protein's columns included.
-        rows: residues in the columns of the protein, ASCII codes with `-` for none, uint8 [homologs, columns].
+        rows: residues in the columns of the protein, ASCII codes with `-` for none, uint8 [sequences, columns].
         protein: those of the protein, uint8 [columns].
     """
 
@@ -97,14 +97,16 @@ class HomologFamily:
     protein: npt.NDArray[np.uint8]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        """Number of homologs: sequences that are not the protein itself."""
+        protein = self.protein.tobytes().decode()
+        return sum(sequence != protein for sequence in self.sequences)
 
     def __repr__(self) -> str:
         return named(self, self.source, counted(len(self), "homolog"), counted(len(self.protein), "column"))
 
     @functools.cached_property
     def similarity(self) -> npt.NDArray[np.float64]:
-        """Share of the protein's columns in which a homolog has its residue, [homologs]."""
+        """Share of the protein's columns in which a sequence has its residue, [sequences]."""
         equal: npt.NDArray[np.float64] = (self.rows == self.protein).mean(axis=1)
         return equal
 
@@ -119,11 +121,12 @@ class HomologFamily:
         least = np.floor(_NEIGHBOUR * residues)
         least += least / residues < _NEIGHBOUR
         letters = [letter for letter in np.unique(self.rows) if letter != _GAP]
-        counts = np.zeros(len(self), dtype=np.int64)
+        count = len(self.ids)
+        counts = np.zeros(count, dtype=np.int64)
         # Products of matrices compare faster than comparisons; float32 counts columns exactly.
-        for block in range(0, len(self), _BLOCK):
+        for block in range(0, count, _BLOCK):
             part = slice(block, block + _BLOCK)
-            equal = np.zeros((len(self.rows[part]), len(self)), dtype=np.float32)
+            equal = np.zeros((len(self.rows[part]), count), dtype=np.float32)
             for letter in letters:
                 has = (self.rows == letter).astype(np.float32)
                 equal += has[part] @ has.T
@@ -160,17 +163,22 @@ class HomologFamily:
         for name, number, least in (("tokens", tokens, 1), ("max_homologs", max_homologs, 1), ("seed", seed, 0)):
             if type(number) is not int or number < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {number!r}")
-        if not 0 <= min_similarity <= max_similarity <= 1:
+        if not 0 <= max_similarity <= 1:
+            raise ValueError(f"`max_similarity` must be a share from 0 to 1, got {max_similarity}")
+        if not 0 <= min_similarity <= max_similarity:
             raise ValueError(
-                "`min_similarity` and `max_similarity` must lie in 0 to 1, the first not above the second, got"
-                f" {min_similarity} and {max_similarity}"
+                f"`min_similarity` must lie in 0 to `max_similarity`, {max_similarity}, got {min_similarity}"
             )
         allowed = (self.similarity >= min_similarity) & (self.similarity <= max_similarity)
         if not allowed.any():
-            raise ValueError(
-                f"{self.source}: no homolog has {min_similarity:.0%} to {max_similarity:.0%} of the protein's residues"
-                f" ({self.similarity.min():.0%} to {self.similarity.max():.0%}); change the limits of similarity"
-            )
+            least, most = self.similarity.min(), self.similarity.max()
+            if least > max_similarity:
+                reason = f"at most {max_similarity:.0%} of the protein's residues; raise `max_similarity`"
+            else:
+                reason = (
+                    f"{min_similarity:.0%} to {max_similarity:.0%} of the protein's residues; lower `min_similarity`"
+                )
+            raise ValueError(f"{self.source}: no homolog has {reason} (they have {least:.0%} to {most:.0%})")
         lengths = np.array([len(one) for one in self.sequences])
         pool = np.flatnonzero(allowed & (lengths <= tokens))
         if not len(pool):
@@ -249,10 +257,10 @@ def read_homologs(
         raise FastaError(os.fspath(path), bad)
     ids = [identifier for identifier, _ in raw]
     if is_alignment(path):
-        rows = _columns(path, raw)
         if sequences[0] != residues:
             reason = f"the alignment is of this protein, not of {name}: {_difference(sequences[0], residues)}"
             raise FastaError(os.fspath(path), [BadRecord(ids[0], reason)])
+        rows = _columns(path, raw)
         rows = rows[:, rows[0] != _GAP]
         protein_row = rows[0]
     else:
@@ -280,7 +288,11 @@ def _columns(path: str | os.PathLike[str], raw: Sequence[tuple[str, str]]) -> np
     """Columns of the rows of an alignment, uint8 [rows, columns]."""
     rows = [text.removesuffix("*").translate(_INSERTIONS).replace("~", "-") for _, text in raw]
     bad = [
-        BadRecord(identifier, f"has {len(row):,} columns, and the first record {len(rows[0]):,}; align it again")
+        BadRecord(
+            identifier,
+            f"has {len(row):,} columns, and the first record {len(rows[0]):,}; leave it out if it is from the alignment"
+            " of another protein, or else align it again",
+        )
         for (identifier, _), row in zip(raw, rows, strict=True)
         if len(row) != len(rows[0])
     ]

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.cli import console
 from esm_turbo.cli.console import one_line, progress_bar, quiet, say, show, width, working
 from esm_turbo.files.text_tables import text_table
+from esm_turbo.model.heads import UntrainedHeadWarning
 from esm_turbo.proteins.limits import LongProteinWarning
 
 RESULT = {"a": [1, None], "b": "µ"}
@@ -63,11 +65,17 @@ def test_width_of_a_pipe_and_of_a_given_terminal(monkeypatch: pytest.MonkeyPatch
 def test_only_warnings_of_this_package_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with quiet(debug=False):
         warnings.warn("of a library", FutureWarning, stacklevel=1)
-        warnings.warn("long\nproteins", LongProteinWarning, stacklevel=1)
+        warnings.warn("of a library", UserWarning, stacklevel=1)
+        for _ in range(2):
+            warnings.warn("long\nproteins", LongProteinWarning, stacklevel=1)
+            warnings.warn("other weights", OtherWeightsWarning, stacklevel=1)
+            warnings.warn("no head", UntrainedHeadWarning, stacklevel=1)
         logging.getLogger("esm_turbo.store").warning("slow disk")
         logging.getLogger("esm_turbo.store").info("calibrated")
     assert capsys.readouterr().err.splitlines() == [
         "esm-turbo: warning: long proteins",
+        "esm-turbo: warning: other weights",
+        "esm-turbo: warning: no head",
         "esm-turbo: warning: slow disk",
         "esm-turbo: calibrated",
     ]

@@ -57,7 +57,8 @@ def test_alignments_keep_insertions_in_homologs_and_leave_them_out_of_columns(
     np.testing.assert_allclose(found.similarity, [1, 0.7, 0.7, 0.9])
     # Of the residues of the others, the query has 7 of 8, 7 of 9 and 9 of 9, and the last 9 of 10, 6 of 8 and 6 of 9.
     assert found.neighbours.tolist() == [3, 1, 1, 2]
-    assert repr(found) == f"HomologFamily({name}, 4 homologs, 10 columns)"
+    # The protein is none of its homologs.
+    assert repr(found) == f"HomologFamily({name}, 3 homologs, 10 columns)" and len(found) == 3
 
 
 @pytest.mark.parametrize("name", ["family.fasta", "family.fa.gz"])
@@ -94,6 +95,8 @@ def test_sequences_of_another_family_are_noticed(write: Write, family: HomologFa
         ("f.a3m", A3M.replace("MKTAYI", "MKTAYL"), "record 'query': the alignment is .*: residue 6 is L, not I"),
         ("f.a3m", ">q\nMKTAYIAKQ\n>r\nMKTAYIAKQ\n", "record 'q': .*it has 9 residues, not 10"),
         ("f.a3m", A3M.replace("MKT--IAKQK", "MKT--IAKQ"), "record 'one': has 9 columns, and the first record 10"),
+        ("f.a3m", A3M + ">r\nMLLNPPWFYWW\n", "record 'r': has 11 .* if it is from the alignment of another protein"),
+        ("f.a3m", f">r\nMLLNPPWFYWW\n{A3M}", "record 'r': the alignment is of this protein, not of the protein"),
         ("f.a3m", A3M.replace("MKT--I", "MKJ--I"), "record 'one': position 3 is 'J', not one of the 25 residue codes"),
         ("f.a3m", A3M.replace("MKT--I", "MK?--I"), "record 'one': position 3 is '\\?'"),
         ("f.a3m", A3M.replace("MKT--I", "MK,--I"), "record 'one': position 3 is ','"),
@@ -207,10 +210,14 @@ def test_contexts_for_every_budget_with_every_cap(family: HomologFamily) -> None
         ({"tokens": 7.5}, "`tokens` must be an integer"),
         ({"max_homologs": 0}, "`max_homologs` must be an integer of at least 1"),
         ({"seed": -1}, "`seed` must be an integer of at least 0"),
-        ({"max_similarity": 95}, "must lie in 0 to 1"),
-        ({"min_similarity": 0.96}, "the first not above the second, got 0.96 and 0.95"),
-        ({"max_similarity": float("nan")}, "must lie in 0 to 1"),
-        ({"max_similarity": 0.3}, r"no homolog has 0% to 30% of the protein's residues \(41% to 100%\)"),
+        ({"max_similarity": 95}, "`max_similarity` must be a share from 0 to 1, got 95"),
+        ({"min_similarity": 0.96}, "`min_similarity` must lie in 0 to `max_similarity`, 0.95, got 0.96"),
+        ({"max_similarity": float("nan")}, "`max_similarity` must be a share from 0 to 1"),
+        (
+            {"max_similarity": 0.3},
+            r"at most 30% of the protein's residues; raise `max_similarity` \(they have 41% to 100%\)",
+        ),
+        ({"min_similarity": 0.999, "max_similarity": 0.999}, "100% to 100% .*; lower `min_similarity`"),
     ],
 )
 def test_bad_options_are_refused(family: HomologFamily, options: dict[str, float], message: str) -> None:

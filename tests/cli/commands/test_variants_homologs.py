@@ -48,7 +48,7 @@ def test_scores_are_those_in_python_and_say_what_was_drawn(run, e1, family, writ
     out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
     options = ("--context-tokens", 40, 80, "--max-similarity", 0.95, "0.9", "--seed", 3)
     code, _, err = run(table, "--homologs", family, *options, "--out", out, "--json", found)
-    assert (code, err) == (0, f"esm-turbo: {family}: 4 contexts of 2 to 4 of 5 homologs\n")
+    assert (code, err) == (0, f"esm-turbo: {family}: 4 contexts of 2 to 4 of 4 homologs\n")
     contexts = read_homologs(family, PROTEIN).sample_several((40, 80), max_similarity=(0.95, 0.9), seed=3)
     expected = e1.score_variants(PROTEIN, ["M1A", "V5A:T9S"], context=contexts)
     result = json.loads(found.read_text())
@@ -99,7 +99,7 @@ def test_drawn_contexts_are_stored_as_variants_and_a_service_find_them(esm, e1, 
     protein, folder = write("protein.fasta", f">wt\n{PROTEIN}\n"), tmp_path / "contexts"
     options = ("--homologs", family, "--context-tokens", 40, 80, "--seed", 3, "--model", E1_MINI, "--preset", "exact")
     stored = esm("store", protein, folder, *options, "--json", tmp_path / "stored.json")
-    assert (stored.code, stored.err) == (0, f"esm-turbo: {family}: 2 contexts of 2 to 4 of 5 homologs\n")
+    assert (stored.code, stored.err) == (0, f"esm-turbo: {family}: 2 contexts of 2 to 4 of 4 homologs\n")
     contexts = read_homologs(family, PROTEIN).sample_several((40, 80), seed=3)
     ids = [context_key(e1, one.sequence) for one in contexts]
     assert stored.out.startswith("2 contexts computed; ") and stored.out.splitlines()[1:] == ids
@@ -142,8 +142,8 @@ def test_the_map_of_variants_is_drawn(run, family, tmp_path):
         ),
         (FAMILY.replace(HOMOLOGS[1], "-" * len(PROTEIN)), (), "record 'b': holds no residues"),
         (FAMILY.replace("MKIGIV", "M?IGIV"), (), "record 'b': position 4 is '\\?'"),
-        (FAMILY, ("--max-similarity", 0.2), "no homolog has 0% to 20% of the protein's residues"),
-        (FAMILY, ("--max-similarity", 95), "must lie in 0 to 1"),
+        (FAMILY, ("--max-similarity", 0.2), "at most 20% of the protein's residues; raise --max-similarity"),
+        (FAMILY, ("--max-similarity", 95), "--max-similarity must be a share from 0 to 1, got 95"),
         (FAMILY, ("--seed", -1), "--seed must be an integer of at least 0"),
     ],
 )
