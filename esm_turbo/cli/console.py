@@ -40,6 +40,8 @@ _worded: ContextVar[Callable[[str], str]] = ContextVar("worded", default=str)
 _PIPE_WIDTH = 120
 # Seconds to the first line of progress, and from one to the next, where no bar can be shown.
 _FIRST_LINE, _NEXT_LINE = 10, 30
+# Stages with a bar, the last ones.
+_BARS = 6
 
 
 def say(message: str) -> None:
@@ -126,11 +128,42 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s")
 
 
+def _time_left(stages: Mapping[str, int | None], stage: str, units: float, rate: float) -> str:
+    """Such as `8 min left with background, then rescore`: of a stage, and of those after it of which it is known.
+
+    Args:
+        stages: as of `progress_bar`.
+        stage: that runs.
+        units: left of it.
+        rate: units per second.
+    """
+    names = list(stages)
+    after = names[names.index(stage) + 1 :] if stage in stages else []
+    alike = {name: size for name in after if (size := stages[name]) is not None}
+    text = f"{_duration((units + sum(alike.values())) / rate)} left"
+    text += f" with {' and '.join(alike)}" if alike else ""
+    others = [name for name in after if name not in alike]
+    return text + (f", then {' and '.join(others)}" if others else "")
+
+
+class _Left(TimeRemainingColumn):
+    """Time left, see `_time_left`; time that was needed, of a stage that is finished."""
+
+    def __init__(self, stages: Mapping[str, int | None]) -> None:
+        super().__init__(elapsed_when_finished=True)
+        self.stages = stages
+
+    def render(self, task: Task) -> Text:
+        if task.finished or not task.speed or task.remaining is None:
+            return super().render(task)
+        return Text(_time_left(self.stages, task.description, task.remaining, task.speed), style="progress.remaining")
+
+
 class _Lines:
     """Progress as a line now and then, for a file or a pipe. Runs of a few seconds print none."""
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
+    def __init__(self, unit: str, stages: Mapping[str, int | None]) -> None:
+        self.unit, self.stages = unit, stages
         self.stage: str | None = None
         self.since = self.last = time.monotonic()
         self.due = self.since + _FIRST_LINE
@@ -147,7 +180,8 @@ class _Lines:
         line = f"{stage}: {done:,} of {total:,} {self.unit}"
         rate = done / max(now - self.since, 1e-9)
         if rate:
-            line += f", {rate:,.{0 if rate >= 10 else 1}f} per second, {_duration((total - done) / rate)} left"
+            left = _time_left(self.stages, stage, total - done, rate)
+            line += f", {rate:,.{0 if rate >= 10 else 1}f} per second, {left}"
         say(line)
 
 
@@ -160,22 +194,27 @@ def _duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(unit: str) -> Iterator[Progress]:
+def progress_bar(unit: str, stages: Mapping[str, int | None] | None = None) -> Iterator[Progress]:
     """Show progress on standard error, with rate and time left: bars, or now and then a line if it is no terminal.
+
+    Args:
+        unit: in the plural.
+        stages: names of all stages in their order, each with its number of units if they take as long as those of the
+            stage before it; None tells nothing of what follows a stage.
 
     Yields:
         The callback for a task; each stage has a bar of its own.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(unit)
+        yield _Lines(unit, stages or {})
         return
     bar = ProgressDisplay(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         _Rate(),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        _Left(stages or {}),
         console=console,
         transient=True,
     )
@@ -183,6 +222,8 @@ def progress_bar(unit: str) -> Iterator[Progress]:
 
     def advance(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
+            if len(tasks) == _BARS:
+                bar.remove_task(tasks.pop(next(iter(tasks))))
             tasks[stage] = bar.add_task(stage, total=total, unit=unit)
         bar.update(tasks[stage], completed=done, total=total)
 

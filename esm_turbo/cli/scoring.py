@@ -39,11 +39,20 @@ def check_options(
 
 @contextlib.contextmanager
 def running(
-    spread: Spread[Any], turbo: TurboEsm, store: Path | None, journal: Journal | None, units: str
+    spread: Spread[Any],
+    turbo: TurboEsm,
+    store: Path | None,
+    journal: Journal | None,
+    units: str,
+    stages: Mapping[str, int | None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Where records are scored, and what is kept of it: arguments of `score_records`."""
+    """Where records are scored, and what is kept of it: arguments of `score_records`.
+
+    Args:
+        units: of progress, as are `stages`, see `progress_bar`.
+    """
     opened = opened_store(store, turbo, alone=spread.devices is None)
-    with opened as contexts, spread.runner() as runner, progress_bar(units) as progress:
+    with opened as contexts, spread.runner() as runner, progress_bar(units, stages) as progress:
         yield {"store": contexts, "runner": runner, "progress": progress, "journal": journal}
 
 

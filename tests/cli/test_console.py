@@ -97,10 +97,10 @@ def test_short_runs_are_silent_without_a_terminal(capsys: pytest.CaptureFixture[
 def lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`lines((seconds, stage, done, total), ...)`: what calls at these times print where there is no terminal."""
 
-    def printed(*calls: tuple[float, str, int, int]) -> list[str]:
+    def printed(*calls: tuple[float, str, int, int], stages: dict[str, int | None] | None = None) -> list[str]:
         now = 100.0
         monkeypatch.setattr(console.time, "monotonic", lambda: now)
-        with progress_bar("residues") as progress:
+        with progress_bar("residues", stages) as progress:
             for seconds, *call in calls:
                 now = 100.0 + seconds
                 progress(*call)
@@ -127,6 +127,18 @@ def test_time_between_stages_counts_for_neither(lines: Callable[..., list[str]])
     assert found[-1] == "measure: 20 of 60 residues, 0.5 per second, 80 s left"
 
 
+def test_the_time_left_is_that_of_later_stages_too_where_it_is_known(lines: Callable[..., list[str]]) -> None:
+    stages = {"score": None, "background": 500, "rescore": None}
+    calls = [(0, "score", 0, 1000), (50, "score", 500, 1000), (100, "score", 1000, 1000)]
+    calls += [(100, "background", 0, 500), (130, "background", 300, 500), (150, "background", 500, 500)]
+    assert lines(*calls, (150, "rescore", 0, 9), (180, "rescore", 3, 9), stages=stages) == [
+        "score: 500 of 1,000 residues, 10 per second, 2 min left with background, then rescore",
+        "background: 0 of 500 residues",
+        "background: 300 of 500 residues, 10 per second, 20 s left, then rescore",
+        "rescore: 3 of 9 residues, 0.1 per second, 60 s left",
+    ]
+
+
 def test_a_long_run_without_results_yet_has_no_rate(lines: Callable[..., list[str]]) -> None:
     assert lines((60, "generate", 0, 7), (60, "generate", 7, 7)) == ["generate: 0 of 7 residues"]
 
@@ -135,15 +147,16 @@ def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) ->
     shown, clock = io.StringIO(), itertools.count()
     terminal = Console(file=shown, force_terminal=True, width=100, get_time=lambda: float(next(clock)))
     monkeypatch.setattr(console, "Console", lambda **_: terminal)
-    with progress_bar("residues") as progress:
+    with progress_bar("residues", {"calibrate": None, "embed": None, "report": None}) as progress:
         progress("calibrate", 0, 10)
         progress("calibrate", 4, 10)
         progress("calibrate", 10, 10)
         progress("embed", 5, 20)
+        progress("embed", 10, 20)
     text = shown.getvalue()
     assert "calibrate" in text and "10/10" in text
-    assert "embed" in text and "5/20" in text.replace(" ", "")
-    assert "residues/s" in text
+    assert "embed" in text and "10/20" in text.replace(" ", "")
+    assert "residues/s" in text and " s left, then report" in text
 
 
 def test_a_replaced_file_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tables import write_table
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
+from esm_turbo.tasks.common.progress import part_of
 
 _NO_DEFAULT = Parameter(show_default=False)
 
@@ -124,7 +125,7 @@ def binders(
     used = announce(turbo, [arm])
     found = {}
     with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
-        for record in good:
+        for number, record in enumerate(good, start=1):
             others = [one.sequence for one in decoys]
             if compared == "targets":
                 others = [one.sequence for one in good if one.sequence != record.sequence]
@@ -149,7 +150,7 @@ def binders(
                     sort_by=sort_by,
                     toks_per_batch=toks_per_batch,
                     store=contexts,
-                    progress=progress,
+                    progress=part_of(progress, name=f"target {number} of {len(good)}, " if len(good) > 1 else ""),
                 )
             except Exception as error:
                 if not is_out_of_memory(error):

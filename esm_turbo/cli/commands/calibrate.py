@@ -82,7 +82,7 @@ def calibrate(
     records = first_records(records, max_residues)
     # Shipped proteins for measuring are not among those for calibrating.
     records, held_out = (records, []) if shipped else hold_out(records)
-    with progress_bar("residues") as progress:
+    with progress_bar("residues", {"calibrate": None, "measure": None}) as progress:
         with spread.runner() as runner:
             calibration = calibrate_records(
                 turbo, records, source=proteins, toks_per_batch=toks_per_batch, progress=progress, runner=runner

@@ -41,7 +41,6 @@ from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import UNKNOWN, BadRecord
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Background, CandidateFill, UnknownResidues
-from esm_turbo.tasks.common.progress import part_of
 
 if TYPE_CHECKING:
     from esm_turbo.tasks.scoring.records import Candidate
@@ -147,16 +146,22 @@ def score(
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
-        with running(spread, turbo, store, journal, "residues") as where:
-            progress = where.pop("progress")
+        stages: dict[str, int | None] = {"score": None}
+        if contexts:
+            shards = 1 if sharding.plan is None else sharding.plan.shard.of
+            residues = sum(map(len, {one.sequence for one in read}))
+            stages["background"] = len(arms) * len(contexts) * residues // shards
+        if screen.rescore is not None:
+            stages["rescore"] = None
+        with running(spread, turbo, store, journal, "residues", stages) as where:
             options = {"top_k": top_k, **settings, **where}
-            run = score_records(turbo, good, read, arms, progress=progress, plan=sharding.plan, **options)
+            run = score_records(turbo, good, read, arms, plan=sharding.plan, **options)
             if background is not None and compares:
-                elsewhere = partial(score_records, turbo, progress=part_of(progress, stage="background"), **options)
+                elsewhere = partial(score_records, turbo, stage="background", **options)
                 compare(run, background, contexts, elsewhere, later=sharding.plan is not None)
             sort(run, screen.sort_by)
             if screen.rescore is not None:
-                again = partial(score_records, turbo, progress=part_of(progress, stage="rescore"), **options)
+                again = partial(score_records, turbo, stage="rescore", **options)
                 rescore(run, screen.rescore, again)
         if sharding.out is not None and run.results:
             save(partial(run.write, run=used, settings=settings | chosen), sharding.out)

@@ -244,6 +244,7 @@ def score_items(
     *,
     in_pieces: bool = True,
     names: Sequence[str] = (),
+    stage: str = "score",
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
@@ -255,7 +256,8 @@ def score_items(
         items: what is scored, in the order in which they form pieces; a large one may be divided.
         in_pieces: False runs all in one piece, which is faster where nothing is kept or shared.
         names: of the items, for the plan.
-        progress: called with stage `score`, see `Progress`.
+        stage: name of what is done, for those who wait.
+        progress: called with the stage, see `Progress`.
         runner: where pieces are run; None is this process.
         plan: which pieces are run; None is all.
         journal: of this output, which has the results of pieces that are done, and keeps those of others as they are
@@ -282,13 +284,13 @@ def score_items(
     if plan is not None:
         pieces = plan.choose(pieces, [f"{names[number]} {list(own or ())}" for number, _, own in parts], costs)
     items_of = [[parts[index][1] for index in piece] for piece in pieces]
-    keys, scored = _kept(turbo, task, items_of, journal)
+    keys, scored = _kept(turbo, task, items_of, journal, stage)
     left = [number for number in range(len(pieces)) if number not in scored]
     units = [len(task.arms) * sum(map(task.units, items_of[number])) for number in left]
     runner = InProcessRunner(turbo) if runner is None else runner
     rest = [items_of[number] for number in left]
     run_task = on_same_model(turbo, task, runner)
-    for place, result in runner.run(run_task, rest, stage="score", units=units, progress=progress):
+    for place, result in runner.run(run_task, rest, stage=stage, units=units, progress=progress):
         number = left[place]
         scored[number] = result
         if journal is not None and not task.has_failed(result):
@@ -306,6 +308,7 @@ def _kept(
     task: ScoringTask[ItemT, ScoresT],
     pieces: Sequence[Sequence[ItemT]],
     journal: Journal | None,
+    stage: str,
 ) -> tuple[list[str], dict[int, list[Scored[ScoresT]]]]:
     """The keys of pieces in a journal, and the results that it has, by number of the piece."""
     found: dict[int, list[Scored[ScoresT]]] = {}
@@ -318,7 +321,8 @@ def _kept(
             found[number] = task.from_json(pieces[number], value)
     if found:
         done = f"{len(found):,} {'is' if len(found) == 1 else 'are'} done"
-        _log.info("continuing a run that was stopped: of %s, %s", counted(len(pieces), "part"), done)
+        parts = counted(len(pieces), "part")
+        _log.info("continuing a run that was stopped: of %s of the stage '%s', %s", parts, stage, done)
     elif journal.is_of_another_run and not journal.added:
         _log.info("what a stopped run has kept is of other inputs, options or versions: all is computed again")
     return keys, found

@@ -286,6 +286,7 @@ def score_records(
     arms: Sequence[Arm],
     *,
     top_k: int = DEFAULT_TOP_K,
+    stage: str = "score",
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
@@ -299,7 +300,8 @@ def score_records(
         candidates: each is scored on its own target, or on all.
         arms: one arm or several.
         top_k: number of top candidates used to compare arms.
-        progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
+        stage: name of what is done, for those who wait.
+        progress: called with the stage and residues on all targets in all arms, see `Progress`.
         runner: as of `score_items`, as are `plan` and `journal`.
         **options: of a `ScoreTask`.
     """
@@ -315,6 +317,7 @@ def score_records(
         ScoreTask(tuple(arms), **options),
         pairs,
         names=[target.id for target, _ in given],
+        stage=stage,
         progress=progress,
         runner=runner,
         plan=plan,

@@ -199,11 +199,11 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
         other = esm_shared("score", targets, candidates, "--out", out, "--refresh", 3)
     assert early.err == "esm-turbo: interrupted before any result was kept\n"
     assert late.err == "esm-turbo: interrupted; the same command continues where it was\n"
-    assert "continuing a run that was stopped: of 6 parts, 1 is done" in later.err
+    assert "continuing a run that was stopped: of 6 parts of the stage 'score', 1 is done" in later.err
     assert [one.code for one in (early, late, later, other)] == [130] * 4 and not out.exists()
     assert "what a stopped run has kept is of other inputs, options or versions: all is computed again" in other.err
     result = esm_shared("score", targets, candidates, "--out", out)
-    assert "continuing a run that was stopped: of 6 parts, 2 are done" in result.err
+    assert "continuing a run that was stopped: of 6 parts of the stage 'score', 2 are done" in result.err
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
     assert "that was stopped" not in esm_shared("score", targets, candidates, "--out", out).err
