@@ -309,7 +309,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: components.calibration_cases(max_proteins=limit),
     ),
     "peer_outliers": Experiment(
-        "the codecs of other papers and packages where channels are outliers",
+        "codecs where channels are outliers",
         "peer_outliers",
         lambda limit: components.outlier_cases(max_proteins=limit),
     ),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.embedded import embedded, evaluation_set, exactness, rounded, shipped_proteins
 from benchmarks.harness.measure import Case, Figures
+from benchmarks.harness.names import COMPRESSED
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import KVCodec
@@ -37,7 +38,10 @@ PLANTS = {
     "outliers x60": (("key", "value"), 60),
 }
 """Channels that are planted and their factor, by case."""
-PLANTED = ("fp8", "int4", "kivi4", "kivi2", "qjl_outliers", "qjl", "spectral_layers", "spectral8", "spectral")
+PLANTED = (
+    *COMPRESSED,
+    "fp8", "int4", "kivi4", "kivi2", "qjl_outliers", "qjl", "spectral_layers", "spectral8", "spectral",
+)  # fmt: skip
 SIZES = (10, 60, 640)
 """Proteins of a calibration."""
 BY_LAYER = ("paper", "turbo3")
@@ -87,7 +91,7 @@ def calibration_cases(max_proteins: int | None = None) -> Iterator[Case]:
 
 
 def outlier_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case for each of `PLANTS`, with a row for each codec of others: leave-one-out."""
+    """One case for each of `PLANTS`, with a row for each preset: leave-one-out."""
     proteins = evaluation_set("cath_val200", min(_FEWEST, max_proteins or _FEWEST))
     configs = {name: PRESETS[name] for name in PLANTED}
     for case, (kinds, scale) in PLANTS.items():

@@ -45,11 +45,12 @@ def stored_errors() -> str:
 
 
 def peer_outliers() -> str:
-    """The codecs of others where channels are outliers."""
+    """All codecs where channels are outliers, ours first."""
     found = stored.newest("peer_outliers", lambda figures: (figures["preset"], figures["case"]))
     cases = [case for case in _PLANTS if any(case == key[1] for key in found)]
     rows = []
-    for preset in dict.fromkeys(key[0] for key in found):
+    presets = dict.fromkeys(key[0] for key in found)
+    for preset in sorted(presets, key=lambda name: name not in COMPRESSED):
         figures = (found[preset, case]["figures"]["residues"] for case in cases)
         rows.append([f"`{preset}`", *(f"{cosine(errors)}, {small(errors['kl_mean'])}" for errors in figures)])
     records = list(found.values())
