@@ -115,7 +115,10 @@ class ScreenOptions:
     ] = "likelihood"
     rescore: Annotated[
         int | None,
-        Parameter(help="Number of candidates per target, the best, that are scored again exactly, by the arm full."),
+        Parameter(
+            help="Number of candidates per target, the best, whose likelihood is computed again exactly, by the arm"
+            " full. Their specificity stays that of the fast arm; --arm full computes it exactly."
+        ),
     ] = None
     unknown_residues: Annotated[
         UnknownResidues,
