@@ -16,7 +16,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import forwards, memory, row_engine
 from esm_turbo.tasks.common import pieces as pieces_module
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
-from esm_turbo.tasks.common.pieces import InProcessRunner
+from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Shard
 from esm_turbo.tasks.common.progress import silent
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.scoring.records import Candidate
@@ -231,3 +231,20 @@ def test_pieces_that_share_a_context_compute_it_once(
     assert list(result.candidates) == candidates
     assert [one.candidate for one in result.scores["turbo"].scores] == ["ACDEF", "GGG", "WTCW"]
     assert computed == [1]
+
+
+def test_a_shard_keeps_a_large_protein_in_parts(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
+    proteins = [ProteinRecord("long", PROTEINS[0].sequence * 4), PROTEINS[1]]
+    whole = variants.score_records(turbo, proteins, None, ["turbo"])
+    [long, short] = [
+        variants.score_records(turbo, proteins, None, ["turbo"], plan=plan, journal=journal)
+        for plan, journal in ((Plan(Shard(number, 2)), Journal(tmp_path)) for number in (1, 2))
+    ]
+    assert [one.wild_type.id for run in (long, short) for one in run.results] == ["long", "1"]
+    # No shard has half of a protein, and each keeps what it has done of one.
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) > 4
+    for one, expected in zip([*long.results, *short.results], whole.results, strict=True):
+        assert one.scores["turbo"].values == pytest.approx(expected.scores["turbo"].values, abs=1e-4)
