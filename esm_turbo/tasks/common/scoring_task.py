@@ -283,15 +283,20 @@ def score_items(
     pieces = packed(range(len(parts)), costs, limit)
     if plan is not None:
         pieces = plan.choose(pieces, [f"{names[number]} {list(own or ())}" for number, _, own in parts], costs)
-        # What shards do not divide is still kept in parts.
-        mine = [parts[index] for piece in pieces for index in piece]
-        parts = [
-            (number, *part)
-            for number, item, own in mine
-            for part in (task.parts(item, limit // per_token[number], sharded=False) if own is None else [(item, own)])
-        ]
-        costs = [task.tokens(part) * per_token[number] for number, part, _ in parts]
-        pieces = packed(range(len(parts)), costs, limit)
+        # What shards do not divide is still kept in parts; all other pieces stay those of any number of shards.
+        whole = [[parts[index] for index in piece] for piece in pieces]
+        parts, pieces = [], []
+        for chosen in whole:
+            divided = [
+                (number, *part)
+                for number, item, some in chosen
+                for part in (
+                    task.parts(item, limit // per_token[number], sharded=False) if some is None else [(item, some)]
+                )
+            ]
+            sizes = [task.tokens(part) * per_token[number] for number, part, _ in divided]
+            pieces += packed(range(len(parts), len(parts) + len(divided)), sizes, limit)
+            parts += divided
     items_of = [[parts[index][1] for index in piece] for piece in pieces]
     keys, scored = _kept(turbo, task, items_of, journal, stage)
     left = [number for number in range(len(pieces)) if number not in scored]
