@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import check_minimum, list_bad, opened_store, outcome
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import save_plot
@@ -56,11 +57,35 @@ def running(
         yield {"store": contexts, "runner": runner, "progress": progress, "journal": journal}
 
 
+def write_results(
+    run: RecordRun[Any],
+    used: RunInfo,
+    settings: Mapping[str, Any],
+    sharding: Sharding,
+    records: Sequence[ProteinRecord],
+    *,
+    compares_targets: bool = False,
+) -> None:
+    """Write the table of a run, if it has a file and any results, and what is needed to merge that of a shard.
+
+    Args:
+        run: its results.
+        used: what it used.
+        settings: its options, JSON values.
+        sharding: of its output.
+        records: all that could be read, in the order of their file.
+        compares_targets: whether the targets of all shards are still to be compared.
+    """
+    if sharding.out is not None and run.results:
+        save(partial(run.write, run=used, settings=settings), sharding.out)
+    about = {"run": used.to_dict(), "settings": settings, "compares_targets": compares_targets}
+    sharding.keep(lambda: about | {"results": run.to_json(records)})
+
+
 def conclude(
     run: RecordRun[Any],
     used: RunInfo,
     sharding: Sharding,
-    records: Sequence[ProteinRecord],
     bad: Sequence[tuple[Path | None, Sequence[BadRecord]]],
     report: Sequence[object],
     noun: str,
@@ -75,8 +100,7 @@ def conclude(
         run: its results.
         used: what it used.
         sharding: of its output.
-        records: all that could be read, in the order of their file.
-        bad: records that could not be read, by their file; that of `records` first.
+        bad: records that could not be read, by their file; that of the proteins first.
         report: what is printed.
         noun: for a row of the table.
         plot: where its picture goes.
@@ -86,7 +110,7 @@ def conclude(
     (path, unread), *others = bad
     listed = [(path, [*unread, *run.failed]), *others]
     failed = [one for _, own in listed for one in own]
-    sharding.finish(used, failed, *run.places(records))
+    sharding.finish(used, failed)
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import say
 from esm_turbo.files.tabular import counted
-from esm_turbo.parallel.shards import Kind, Manifest, as_json, finish_shard, input_digests, is_done, shard_output
+from esm_turbo.files.writing import file_errors, replacing
+from esm_turbo.parallel.shards import (
+    Kind,
+    Manifest,
+    as_json,
+    finish_shard,
+    input_digests,
+    is_done,
+    results_file,
+    shard_output,
+)
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
@@ -82,13 +93,14 @@ class Sharding:
             say(f"shard {self.plan.shard} of {self._whole} is done already")
         return done
 
-    def finish(
-        self,
-        run: RunInfo,
-        failed: Iterable[BadRecord],
-        order: Iterable[Sequence[int]] = (),
-        partial: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
+    def keep(self, results: Callable[[], Mapping[str, Any]]) -> None:
+        """Write the results that the shard's table shows, JSON values, for `merge`. Does nothing without a shard."""
+        if self.plan is not None and self._whole is not None:
+            path = results_file(self._whole, self.plan.shard)
+            with file_errors(path), replacing(path, inside=True) as temporary:
+                temporary.write_text(json.dumps(results()), encoding="utf-8")
+
+    def finish(self, run: RunInfo, failed: Iterable[BadRecord], order: Iterable[int] = ()) -> None:
         """Write what the shard did; the arguments are those of a `Manifest`. Does nothing without a shard."""
         if self.plan is None or self._whole is None:
             return
@@ -101,7 +113,6 @@ class Sharding:
             "plan": plan.digest,
             "pieces": plan.chosen,
             "order": list(order),
-            "partial": partial or {},
             "failed": [(one.record, one.reason) for one in failed],
             "versions": package_versions(),
         }

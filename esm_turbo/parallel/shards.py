@@ -3,9 +3,10 @@
 The shards of `scores.csv` lie in the folder `scores.csv.shards`:
 
     shard-00003-of-00016.csv            the output of a shard, as any output of its command
+    _shard-00003-of-00016.results.json  of a table, the results that it shows, which `merge` joins
     _shard-00003-of-00016.json          its manifest, written last: a shard without one is not done
 
-Names of manifests begin with an underscore, so that a folder of Parquet files is read as one table.
+These names begin with an underscore, so that a folder of Parquet files is read as one table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
 from esm_turbo.proteins.fasta import BadRecord, sha256_file
 from esm_turbo.tasks.common.pieces import Shard
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX = ".shards"
 
 Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]
@@ -55,10 +56,7 @@ class Manifest:
         total: number of pieces of all shards.
         plan: hash over all pieces.
         pieces: its own.
-        order: of tables, a pair for every target or protein of its rows in their order: its number in the input, and
-            how many rows; of embeddings, a pair for every protein: its number in the input, and 1.
-        partial: of a table, by number of a target of which other shards have candidates too, as text, the numbers of
-            its own, best first.
+        order: of embeddings, the number in the input of every protein.
         failed: records that failed, with the reasons.
         files: size in bytes and SHA-256 of every file, by path.
         versions: of the packages.
@@ -73,8 +71,7 @@ class Manifest:
     total: int = 0
     plan: str = ""
     pieces: list[int] = field(default_factory=list)
-    order: list[list[int]] = field(default_factory=list)
-    partial: dict[str, list[int]] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
     failed: list[list[str]] = field(default_factory=list)
     files: dict[str, list[Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -146,6 +143,11 @@ def _stem(shard: Shard) -> str:
     return f"shard-{shard.number:05}-of-{shard.of:05}"
 
 
+def results_file(out: str | os.PathLike[str], shard: Shard) -> Path:
+    """The file of the results that the table of a shard shows."""
+    return shards_folder(out) / f"_{_stem(shard)}.results.json"
+
+
 def is_done(out: str | os.PathLike[str], manifest: Manifest) -> bool:
     """True if a shard was done earlier, with the same settings, and its files are undamaged.
 
@@ -177,7 +179,8 @@ def finish_shard(out: str | os.PathLike[str], manifest: Manifest) -> None:
     folder = shards_folder(out)
     path = folder / manifest_name(manifest.shard)
     with file_errors(path):
-        manifest.files.update(hashes(folder, shard_output(out, manifest.shard, manifest.kind)))
+        for output in (shard_output(out, manifest.shard, manifest.kind), results_file(out, manifest.shard)):
+            manifest.files.update(hashes(folder, output))
         manifest.write(path)
 
 

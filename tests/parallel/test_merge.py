@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 
 from esm_turbo import TurboEsm
 from esm_turbo.cli import app
 from esm_turbo.files.csv_files import read_csv
-from esm_turbo.files.tables import write_table
 from esm_turbo.parallel.merge import merge
 from esm_turbo.parallel.shards import (
     Manifest,
     ShardError,
-    finish_shard,
-    input_digests,
-    shard_output,
     shards_folder,
     shards_state,
 )
 from esm_turbo.tasks.common import forwards
-from esm_turbo.tasks.common.pieces import Shard
+from esm_turbo.tasks.variants.substitutions import all_substitutions
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
 Run = Callable[..., int]
@@ -49,6 +42,14 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     peptides = ["ACDEF", "WTC", "ACDEF", "GHIKLMN", "WTC", "PQRSTVW", "ACDEF", "MKT"]
     rows = "".join(f"c{number},{one},x{number}\n" for number, one in enumerate(peptides))
     Path("c.csv").write_text("id,sequence,note\n" + rows)
+    # Few variants of the first protein, and those of one protein in several pieces.
+    listed = [
+        (one.id, name)
+        for one, step in zip(records[5:8], (30, 3, 2), strict=True)
+        for name in all_substitutions(one.sequence)[::-step]
+    ]
+    rows = "".join(f"{protein},{name},x{number}\n" for number, (protein, name) in enumerate(listed))
+    Path("v.csv").write_text("protein,mutant,note\n" + rows)
     return lambda *arguments: app.run([str(one) for one in arguments])
 
 
@@ -56,6 +57,7 @@ EMBED = ["embed", "p.fasta", "--toks-per-batch", "75"]
 COMMANDS = {
     "scores.csv": ["score", "t.fasta", "c.csv", "--arm", "frozen", "full", "--out", "scores.csv"],
     "scores.parquet": ["score", "t.fasta", "c.csv", "--arm", "frozen", "--out", "scores.parquet"],
+    "listed.csv": ["variants", "t.fasta", "v.csv", "--arm", "frozen", "full", "--out", "listed.csv"],
     "variants.tsv": ["variants", "t.fasta", "--arm", "frozen", "--out", "variants.tsv"],
     "folder": ["embed", "p.fasta", "folder", "--toks-per-batch", "75"],
     "x.h5": ["embed", "p.fasta", "x.h5", "--toks-per-batch", "75"],
@@ -103,39 +105,6 @@ def test_shards_joined_are_one_run(run: Run, out: str) -> None:
             assert {**files(Path(out)), "usage.jsonl": ""} == {**files(Path("whole")), "usage.jsonl": ""}
         else:
             assert Path(out).read_bytes() == Path("whole").read_bytes()
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_more_shards_than_files_that_may_be_open(suffix: str, tmp_path: Path) -> None:
-    """Every shard has a row of most targets, so that none is read to its end before the others."""
-    out, count, targets = tmp_path / f"scores{suffix}", 150, range(40)
-    source = tmp_path / "t.fasta"
-    source.write_text(">a\nMK\n")
-    columns = ["target", "rank", "candidate", "arm", "pseudo_perplexity"]
-    types = {"rank": int, "pseudo_perplexity": float}
-    for number in range(1, count + 1):
-        rows = [[f"t{target}", 1, f"c{number}", "turbo", float(number)] for target in targets]
-        shards_folder(out).mkdir(exist_ok=True)
-        write_table(shard_output(out, Shard(number, count)), columns, iter(rows), types, {})
-        order = [[target, 1] for target in targets]
-        partial = {str(target): [number] for target in targets}
-        inputs = input_digests([source])
-        finish_shard(
-            out,
-            Manifest(
-                Shard(number, count), "score", "table", inputs, {}, {}, count, "plan", [number - 1], order, partial
-            ),
-        )
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
-    try:
-        merge(out, shards_state(out))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    frame = pandas.read_csv(out) if suffix == ".csv" else pandas.read_parquet(out)
-    assert list(frame["target"]) == [f"t{target}" for target in targets for _ in range(count)]
-    assert list(frame["candidate"]) == [f"c{number}" for _ in targets for number in range(1, count + 1)]
-    assert list(frame["rank"]) == list(range(1, count + 1)) * len(targets)
 
 
 def test_what_does_not_belong_together_is_refused_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +175,21 @@ def test_models_overlaps_and_damage_are_named(run: Run) -> None:
         [problem] = shards_state("folder").problems
         assert "_shard-00002-of-00002.json: damaged" in problem
         path.write_bytes(kept)
+
+
+def test_of_a_target_that_failed_in_part_nothing_is_merged(run: Run) -> None:
+    command = COMMANDS["scores.csv"]
+    for number in (1, 2):
+        assert run(*command, "--shard", f"{number}/2") == 0
+    state = shards_state("scores.csv")
+    names = [one.id for one in proteins()[5:8]]
+    state.manifests[2].failed.append([names[1], "too large"])
+    merge("scores.csv", state)
+    found = [row["target"] for row in read_csv("scores.csv", ["target"])]
+    assert list(dict.fromkeys(found)) == [names[0], names[2]]
+    results = shards_folder("scores.csv") / "_shard-00001-of-00002.results.json"
+    results.write_text(results.read_text().replace(names[0], "other"))
+    assert shards_state("scores.csv").problems == [f"shard 1/2: {results}: was altered"]
 
 
 @pytest.mark.parametrize("command", ["embed", "store"])

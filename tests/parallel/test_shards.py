@@ -30,7 +30,7 @@ def manifest(folder: Path, number: int = 1, names: Sequence[str] = ("a", "b", "c
     plan.choose([[index] for index in range(len(names))], names, range(len(names), 0, -1))
     return Manifest(
         plan.shard, "score", "table", input_digests([folder / "in.fasta", None]), settings, {"device": "cpu"},
-        plan.total, plan.digest, plan.chosen, order=[[0, 2]], partial={"0": [1, 0]}, failed=[["x", "y"]],
+        plan.total, plan.digest, plan.chosen, order=[2, 0], failed=[["x", "y"]],
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def embed(
                 runner=runner,
                 plan=sharding.plan,
             )
-    sharding.finish(used, [*bad, *run.failed], [(number, 1) for number in run.numbers])
+    sharding.finish(used, [*bad, *run.failed], run.numbers)
     for damaged in run.damaged:
         say(f"warning: {damaged}: was damaged, or of another sequence, and has been replaced")
     if cut:

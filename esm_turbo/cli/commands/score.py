@@ -35,7 +35,7 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot
 from esm_turbo.cli.score_report import score_report
-from esm_turbo.cli.scoring import check_options, conclude, running
+from esm_turbo.cli.scoring import check_options, conclude, running, write_results
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.files.tabular import counted
@@ -101,7 +101,7 @@ def score(
     sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, decoys])
     from esm_turbo.tasks.common.run_info import run_metadata
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
-    from esm_turbo.tasks.scoring.screens import compare, equal_targets, rescore, shared_candidates, sort
+    from esm_turbo.tasks.scoring.screens import compare, rescore, score_in, shared_candidates, sort
 
     if candidates is None:
         good, read, bad_candidates = read_pairs(targets, unknown=letters.unknown, remove_gaps=letters.remove_gaps)
@@ -140,7 +140,6 @@ def score(
         "background": background,
         "sort_by": screen.sort_by,
         "pairs": screen.pairs,
-        "equal_targets": equal_targets(good),
     }
     if sharding.is_done(lambda: model_settings(turbo, arms) | settings | chosen | asdict(letters)):
         return 0
@@ -156,20 +155,21 @@ def score(
         with running(spread, turbo, store, journal, "residues", stages) as where:
             options = {"top_k": top_k, **settings, **where}
             run = score_records(turbo, good, read, arms, plan=sharding.plan, **options)
-            if background is not None and compares:
+            if background is not None and contexts:
                 elsewhere = partial(score_records, turbo, stage="background", **options)
-                compare(run, background, contexts, elsewhere, later=sharding.plan is not None)
+                compare(run, background, score_in(contexts, run, elsewhere))
+            elif background is not None and compares and sharding.plan is None:
+                compare(run, background)
             sort(run, screen.sort_by)
             if screen.rescore is not None:
                 again = partial(score_records, turbo, stage="rescore", **options)
                 rescore(run, screen.rescore, again)
-        if sharding.out is not None and run.results:
-            save(partial(run.write, run=used, settings=settings | chosen), sharding.out)
+        write_results(run, used, settings | chosen, sharding, good, compares_targets=compares and not contexts)
     if matrix is not None and run.results:
         save(partial(run.matrix(screen.sort_by).write, metadata=run_metadata(used, settings | chosen)), matrix)
         say(f"matrix written to {matrix}")
     bad = [(targets, bad_targets), (candidates, bad_candidates)]
-    return conclude(run, used, sharding, good, bad, score_report(run, top), "score", plot=plot, json=json)
+    return conclude(run, used, sharding, bad, score_report(run, top), "score", plot=plot, json=json)
 
 
 def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownResidues) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 
-from esm_turbo.cli.console import save
 from esm_turbo.cli.homologs import DrawnHomologs, HomologOptions
 from esm_turbo.cli.inputs import (
     announce,
@@ -32,7 +30,7 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot
 from esm_turbo.cli.score_report import variants_report
-from esm_turbo.cli.scoring import check_options, conclude, running
+from esm_turbo.cli.scoring import check_options, conclude, running, write_results
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
@@ -140,13 +138,11 @@ def variants(
                 plan=sharding.plan,
                 **where,
             )
-        if sharding.out is not None and run.results:
-            save(partial(run.write, run=used, settings=settings), sharding.out)
+        write_results(run, used, settings, sharding, records)
     return conclude(
         run,
         used,
         sharding,
-        records,
         [(wild_types, bad_records), (variants, bad)],
         variants_report(run, top),
         "variant",

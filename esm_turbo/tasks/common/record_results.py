@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TextIO, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TextIO, TypeVar
 
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.records import kept_columns
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
+from esm_turbo.tasks.common.scoring_task import Scored
 
 
 class RecordResult(Tabular):
@@ -19,10 +22,15 @@ class RecordResult(Tabular):
 
     Attributes:
         record: the record.
+        scores: of what belongs to it, by arm.
         numbers: of what was scored here among all that belongs to the record, where that is not all.
     """
 
-    numbers: tuple[int, ...] | None = None
+    scores: Mapping[Arm, Any]
+    numbers: Sequence[int] | None = None
+
+    scored: ClassVar[str]
+    """Name of the attribute that holds what was scored, in the order of the scores."""
 
     @property
     def record(self) -> ProteinRecord:
@@ -32,9 +40,29 @@ class RecordResult(Tabular):
         """For each row the columns that the file has of it; none if it is no table."""
         raise NotImplementedError
 
-    def ranking(self) -> list[int]:
-        """Indices of what was scored, best first."""
+    def to_json(self) -> dict[str, Any]:
+        """JSON values of which `from_json` makes it again."""
         raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        raise NotImplementedError
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The result of a record from parts of it."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = Scored.joined([(one.numbers, Scored(dict(one.scores))) for one in parts])
+        numbered = {
+            number: scored
+            for one in parts
+            for number, scored in zip(one.numbers or (), getattr(one, cls.scored), strict=True)
+        }
+        own = {cls.scored: tuple(numbered[number] for number in sorted(numbered))}
+        # Results are data classes.
+        return replace(parts[0], scores=whole.scores, numbers=whole.numbers, **own)  # type: ignore[type-var]
 
 
 ResultT = TypeVar("ResultT", bound=RecordResult)
@@ -53,6 +81,8 @@ class RecordRun(Tabular, Generic[ResultT]):
     failed: list[BadRecord] = field(default_factory=list)
 
     noun: ClassVar[str]
+    of: ClassVar[type[Any]]
+    """Class of the results."""
     no_columns: ClassVar[tuple[str, ...]]
     """Columns of a table without results."""
     replaced: ClassVar[tuple[str, ...]] = ()
@@ -81,24 +111,25 @@ class RecordRun(Tabular, Generic[ResultT]):
         given = (one for result in self.results for one in result.given())
         return kept_columns(given, [*self._own_columns(), *self.replaced, *RUN_COLUMNS])
 
-    def places(self, records: Sequence[ProteinRecord]) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
-        """Where the rows belong among those of all shards, see `Manifest`.
+    def to_json(self, records: Sequence[ProteinRecord]) -> list[Any]:
+        """JSON values of the results, each with the number of its record among all, for `of_shards`."""
+        numbers = {record.id: number for number, record in enumerate(records)}
+        return [[numbers[one.record.id], one.to_json()] for one in self.results]
+
+    @classmethod
+    def of_shards(cls, shards: Iterable[Sequence[Any]], failed: Sequence[BadRecord]) -> Self:
+        """The run that its shards are parts of.
 
         Args:
-            records: all records of the input.
-
-        Returns:
-            Numbers of records with those of their rows; and by number of a record of which not all was scored here,
-            numbers of what was, in the order of the rows.
+            shards: `to_json` of each.
+            failed: what failed in any: a record of which a part could not be scored has no result.
         """
-        numbers = {record.id: number for number, record in enumerate(records)}
-        order = [(numbers[one.record.id], sum(1 for _ in one.given())) for one in self.results]
-        partial = {
-            numbers[one.record.id]: [one.numbers[index] for index in one.ranking()]
-            for one in self.results
-            if one.numbers is not None
-        }
-        return order, partial
+        parts: defaultdict[int, list[ResultT]] = defaultdict(list)
+        for number, values in (one for shard in shards for one in shard):
+            parts[number].append(cls.of.from_json(values))
+        results = [cls.of.joined(own) for _, own in sorted(parts.items())]
+        names = {one.record for one in failed}
+        return cls([one for one in results if one.record.id not in names], list(failed))
 
     def write(
         self,

@@ -133,12 +133,8 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     def tokens(self, item: ItemT) -> int:
         """Tokens that run to score an item in an arm, those of its contexts among them, about."""
 
-    def parts(self, item: ItemT, limit: int, *, sharded: bool) -> Iterable[tuple[ItemT, Sequence[int] | None]]:
-        """An item in parts of up to so many tokens, each with the numbers of what it holds; None for all.
-
-        Args:
-            sharded: whether parts may be scored by different shards, which are merged by `parallel.merge`.
-        """
+    def parts(self, item: ItemT, limit: int) -> Iterable[tuple[ItemT, Sequence[int] | None]]:
+        """An item in parts of up to so many tokens, each with the numbers of what it holds; None for all."""
         return [(item, None)]
 
     @abstractmethod
@@ -277,26 +273,12 @@ def score_items(
         parts = [
             (number, *part)
             for number, item in enumerate(items)
-            for part in task.parts(item, limit // per_token[number], sharded=plan is not None)
+            for part in task.parts(item, limit // per_token[number])
         ]
     costs = [task.tokens(part) * per_token[number] for number, part, _ in parts]
     pieces = packed(range(len(parts)), costs, limit)
     if plan is not None:
         pieces = plan.choose(pieces, [f"{names[number]} {list(own or ())}" for number, _, own in parts], costs)
-        # What shards do not divide is still kept in parts; all other pieces stay those of any number of shards.
-        whole = [[parts[index] for index in piece] for piece in pieces]
-        parts, pieces = [], []
-        for chosen in whole:
-            divided = [
-                (number, *part)
-                for number, item, some in chosen
-                for part in (
-                    task.parts(item, limit // per_token[number], sharded=False) if some is None else [(item, some)]
-                )
-            ]
-            sizes = [task.tokens(part) * per_token[number] for number, part, _ in divided]
-            pieces += packed(range(len(parts), len(parts) + len(divided)), sizes, limit)
-            parts += divided
     items_of = [[parts[index][1] for index in piece] for piece in pieces]
     keys, scored = _kept(turbo, task, items_of, journal, stage)
     left = [number for number in range(len(pieces)) if number not in scored]

@@ -99,7 +99,7 @@ class ScoreTask(ScoringTask[TargetPairs, Scores]):
             unread.discard(place)
         return sizes
 
-    def parts(self, item: TargetPairs, limit: int, *, sharded: bool) -> list[tuple[TargetPairs, Sequence[int]]]:
+    def parts(self, item: TargetPairs, limit: int) -> list[tuple[TargetPairs, Sequence[int]]]:
         """See `ScoringTask.parts`; the shortest candidates come first."""
         given = item.candidates
         shortest_first = sorted(range(len(given)), key=lambda number: len(given[number]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, is_table, read_csv
 from esm_turbo.files.journal import Journal
@@ -80,16 +80,18 @@ class TargetResult(RecordResult):
         candidates: the candidates that were scored in every arm.
         scores: scores of these candidates by arm.
         agreement: agreement of every other arm with the reference arm.
-        numbers: of these candidates among all of the target, if only some were to be scored here.
         sort_by: what ranks the candidates.
+        numbers: see `RecordResult`.
     """
 
     target: ProteinRecord
     candidates: tuple[Candidate, ...]
     scores: Mapping[Arm, Scores]
     agreement: Mapping[Arm, RankAgreement]
-    numbers: tuple[int, ...] | None = None
     sort_by: SortBy = "likelihood"
+    numbers: Sequence[int] | None = None
+
+    scored = "candidates"
 
     def __repr__(self) -> str:
         return named(self, self.target.id, counted(len(self.candidates), "candidate"), arms=list(self.scores))
@@ -166,12 +168,26 @@ class TargetResult(RecordResult):
             ]
         return values
 
+    def to_json(self) -> dict[str, Any]:
+        """See `RecordResult.to_json`."""
+        values = {"target": asdict(self.target), "candidates": [asdict(one) for one in self.candidates]}
+        scores = {arm: one.to_dict() for arm, one in self.scores.items()}
+        return values | {"scores": scores, "numbers": self.numbers, "sort_by": self.sort_by}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """See `RecordResult.from_json`; arms are not compared."""
+        candidates = tuple(Candidate(**one) for one in values["candidates"])
+        scores = {arm: Scores.from_dict(one) for arm, one in values["scores"].items()}
+        target, sort_by, numbers = ProteinRecord(**values["target"]), values["sort_by"], values["numbers"]
+        return cls(target, candidates, scores, {}, sort_by, numbers)
+
 
 @dataclass(repr=False)
 class ScoringRun(RecordRun[TargetResult]):
     """Scores on all targets, see `RecordRun`; what failed are targets, and candidates on a target."""
 
-    noun = "target"
+    noun, of = "target", TargetResult
     no_columns = COLUMNS
     replaced = ("id", _ALIAS)
     types = COLUMN_TYPES
@@ -353,7 +369,7 @@ def _add_result(
     first = scores[_reference(scores)]
     agreement = {arm: one.agreement(first, top_k) for arm, one in scores.items() if one is not first}
     some = chosen if len(numbers) < len(candidates) else None
-    run.results.append(TargetResult(target, tuple(candidates[n] for n in chosen), scores, agreement, some))
+    run.results.append(TargetResult(target, tuple(candidates[n] for n in chosen), scores, agreement, numbers=some))
 
 
 def _reference(arms: Iterable[Arm]) -> Arm:

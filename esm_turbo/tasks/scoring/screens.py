@@ -7,38 +7,38 @@ from dataclasses import replace
 
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
-from esm_turbo.tasks.scoring.records import Candidate, ScoringRun
+from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
 from esm_turbo.tasks.scoring.score import Scores, compared
 
 ScoreMore = Callable[[Sequence[ProteinRecord], Sequence[Candidate], Sequence[Arm]], ScoringRun]
 """Scores candidates on targets in some arms, with the other options of the run."""
 
 
-def compare(
-    run: ScoringRun, background: str, contexts: Sequence[ProteinRecord], score_more: ScoreMore, *, later: bool = False
-) -> None:
+def score_in(contexts: Sequence[ProteinRecord], run: ScoringRun, score_more: ScoreMore) -> list[TargetResult]:
+    """Score the candidates of a run in the contexts of a background; those that fail are added to its failures."""
+    if not run.results:
+        return []
+    arms = list(run.results[0].scores)
+    unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
+    elsewhere = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms)
+    run.failed += elsewhere.failed
+    return elsewhere.results
+
+
+def compare(run: ScoringRun, background: str, elsewhere: Sequence[TargetResult] | None = None) -> None:
     """Give the scores of a run their specificity.
 
-    Candidates that are scored on one target alone have none by `targets`.
-
     Args:
-        run: the scores, which are changed; decoys that failed are added to its failures.
+        run: the scores, which are changed.
         background: `targets`, `alone` or `decoys`.
-        contexts: of the background; none for `targets`.
-        score_more: scores the candidates in these contexts.
-        later: not all `targets` are here, so that the figures are left out until shards are merged.
+        elsewhere: scores in the contexts of the background. None, for `targets`, compares those on all other targets;
+            candidates that are scored on one alone have no specificity.
     """
     if not run.results:
         return
-    arms = list(run.results[0].scores)
-    elsewhere = ScoringRun()
-    if contexts:
-        unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
-        elsewhere = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms)
-        run.failed += elsewhere.failed
     targets, by_arm = [one.target.sequence for one in run.results], dict[Arm, list[Scores]]()
-    for arm in arms:
-        others = [one.scores[arm] for one in elsewhere.results] if contexts or later else None
+    for arm in run.results[0].scores:
+        others = None if elsewhere is None else [one.scores[arm] for one in elsewhere]
         by_arm[arm] = compared(targets, [one.scores[arm] for one in run.results], background, others)
     run.results = [
         replace(one, scores={arm: own[number] for arm, own in by_arm.items()}) for number, one in enumerate(run.results)
@@ -82,10 +82,3 @@ def shared_candidates(targets: Sequence[ProteinRecord], candidates: Sequence[Can
         if len(known) > 1:
             return True
     return False
-
-
-def equal_targets(targets: Sequence[ProteinRecord]) -> dict[str, str]:
-    """Identifiers of targets that have the residues of an earlier one, and the identifier of that."""
-    first: dict[str, str] = {}
-    ids = {one.id: first.setdefault(one.sequence, one.id) for one in targets}
-    return {own: other for own, other in ids.items() if own != other}

@@ -116,16 +116,16 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
             return times * len(item.sequence)
         return times * len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
-    def parts(self, item: WildType, limit: int, *, sharded: bool) -> Iterator[tuple[WildType, Sequence[int] | None]]:
+    def parts(self, item: WildType, limit: int) -> Iterator[tuple[WildType, Sequence[int] | None]]:
         """See `ScoringTask.parts`: some positions, or by pseudo-perplexity some variants.
 
-        Parts that read one context are not divided further than to four times its tokens. Shards are merged by whole
-        proteins, which they do not divide; and variants of several substitutions would mask positions in many parts.
+        Parts that read one context are not divided further than to four times its tokens. Variants of several
+        substitutions are not divided, as they would mask positions in many parts.
         """
         shared = 0 if self.method == "pseudo_perplexity" or self.arms == ("full",) else self._context_tokens(item)
         size, limit = self.tokens(item), max(limit, _CONTEXTS_PER_PART * shared)
         names = all_substitutions(item.sequence, item.first_position) if item.variants is None else item.variants
-        whole = sharded or size <= limit or self.method == "wild_type"
+        whole = size <= limit or self.method == "wild_type"
         if whole or (self.method == "masked" and any(len(split_variant(name)) > 1 for name in names)):
             yield item, None
             return

@@ -6,8 +6,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
 from esm_turbo.files.journal import Journal
@@ -75,12 +75,16 @@ class ProteinVariants(RecordResult):
         first_position: position of its first residue.
         variants: in the order of the table.
         scores: by arm.
+        numbers: see `RecordResult`.
     """
 
     wild_type: ProteinRecord
     first_position: int
     variants: tuple[MeasuredVariant, ...]
     scores: Mapping[Arm, VariantScores]
+    numbers: Sequence[int] | None = None
+
+    scored = "variants"
 
     def __repr__(self) -> str:
         return named(self, self.wild_type.id, counted(len(self.variants), "variant"), arms=list(self.scores))
@@ -144,12 +148,27 @@ class ProteinVariants(RecordResult):
             },
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """See `RecordResult.to_json`."""
+        values = {"wild_type": asdict(self.wild_type), "first_position": self.first_position}
+        variants = [asdict(one) for one in self.variants]
+        scores = {arm: one.to_dict() for arm, one in self.scores.items()}
+        return values | {"variants": variants, "scores": scores, "numbers": self.numbers}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """See `RecordResult.from_json`."""
+        record, first = ProteinRecord(**values["wild_type"]), values["first_position"]
+        variants = tuple(MeasuredVariant(**one) for one in values["variants"])
+        scores = {arm: VariantScores.from_dict(one, record.sequence, first) for arm, one in values["scores"].items()}
+        return cls(record, first, variants, scores, values["numbers"])
+
 
 @dataclass(repr=False)
 class VariantsRun(RecordRun[ProteinVariants]):
     """Scores on all wild types, see `RecordRun`."""
 
-    noun = "protein"
+    noun, of = "protein", ProteinVariants
     no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
     # Positions are text, as several substitutions have several: `24:26`.
     types = dict.fromkeys(ARMS, float)
@@ -293,10 +312,13 @@ def score_records(
         if failed is not None:
             run.failed.append(BadRecord(record.id, failed))
             continue
-        own = own_variants[record.id]
+        own, numbers = own_variants[record.id], one.numbers
         if variants is None:
             own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
-        run.results.append(ProteinVariants(record, proteins[number].first_position, tuple(own), one.scores))
+        elif numbers is not None:
+            own = [own[index] for index in numbers]
+        first = proteins[number].first_position
+        run.results.append(ProteinVariants(record, first, tuple(own), one.scores, numbers))
     return run
 
 

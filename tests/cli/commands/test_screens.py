@@ -8,7 +8,7 @@ import json
 import pytest
 
 from esm_turbo.parallel.merge import merge
-from esm_turbo.parallel.shards import shards_state
+from esm_turbo.parallel.shards import shards_folder, shards_state
 
 TARGETS = {"one": "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ", "two": "GSWKDLAEPLLKRRVWTC", "three": "MVLSPADKTNVKAAW"}
 CANDIDATES = {"a": "ACDEF", "b": "WTC", "c": "GGGSG", "d": "KRKRK"}
@@ -131,6 +131,8 @@ def test_merged_shards_equal_one_run(esm_shared, targets, candidates, tmp_path, 
         assert esm_shared("score", targets, candidates, "--out", out, *options, "--shard", shard).code == 0
     merge(out, shards_state(out))
     if suffix == "csv":
+        # A shard does not know all targets.
+        assert all("specificity" not in rows_of(one)[0] for one in shards_folder(out).glob("shard-*.csv"))
         assert out.read_text() == whole.read_text()
     else:
         from pyarrow import parquet

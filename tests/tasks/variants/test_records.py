@@ -215,8 +215,8 @@ def test_parts_of_a_protein_are_joined(turbo: TurboEsm, monkeypatch: pytest.Monk
     sizes = []
     run_parts = VariantsTask.parts
 
-    def parts(task: VariantsTask, item: WildType, limit: int, *, sharded: bool) -> list[Any]:
-        found = list(run_parts(task, item, task.tokens(item) * 2 // len(item.variants or "?"), sharded=sharded))
+    def parts(task: VariantsTask, item: WildType, limit: int) -> list[Any]:
+        found = list(run_parts(task, item, task.tokens(item) * 2 // len(item.variants or "?")))
         sizes.extend(len(one.variants or ()) for one, _ in found)
         return found
 
@@ -244,9 +244,8 @@ def test_parts_mask_positions_of_their_own(
     turbo: TurboEsm, arm: Any, names: list[str] | None, limit: int, numbers: Sequence[Sequence[int] | None]
 ) -> None:
     task, item = VariantsTask((arm,)), WildType(WILD_TYPE.sequence, variants=names)
-    parts = list(task.parts(item, limit, sharded=False))
+    parts = list(task.parts(item, limit))
     assert [own and list(own) for _, own in parts] == [own and list(own) for own in numbers]
-    assert list(task.parts(item, limit, sharded=True)) == [(item, None)]
     scored = [(own, Scored[VariantScores]({arm: score_item(turbo, task, part)})) for part, own in parts]
     assert_variants_close(Scored.joined(scored).scores[arm], turbo.score_variants(*item[:1], names, arm=arm))
 
