@@ -38,8 +38,9 @@ def made_by(record: Record, *others: Record) -> str:
 
 def source(record: Record, file: str, model: str = "esm2-mini", others: Sequence[Record] = ()) -> str:
     """The source of the figures of a table: one of its records, the file, the model in words, and other records."""
-    processor = record["environment"]["processor"]
-    return (
-        f"Measured with {model} in float32 on a CPU ({processor}), {made_by(record, *others)};"
-        f" `benchmarks/results/{file}.jsonl`.\n"
-    )
+    runs: dict[tuple[str, ...], list[Record]] = {}
+    for one in (record, *others):
+        where, versions = one["environment"], one["environment"]["versions"]
+        runs.setdefault((where["processor"], versions["torch"], versions["transformers"]), []).append(one)
+    said = " and ".join(f"on a CPU ({processor}), {made_by(*alike)}" for (processor, *_), alike in runs.items())
+    return f"Measured with {model} in float32 {said}; `benchmarks/results/{file}.jsonl`.\n"

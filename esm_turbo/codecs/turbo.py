@@ -7,13 +7,13 @@ columns (`codecs.base`), so that their statistics hold at every position in a pr
 and the split of a token's bytes between key and value, minimise the expected error of the layer's output.
 
 Every component is divided by the step of its width, so that levels are evenly spaced with distance 1: w bits encode the
-nearest of -(2^w - 1) / 2, ..., -1/2, 1/2, ..., (2^w - 1) / 2. Evenly spaced levels are slightly less accurate than
-Lloyd-Max levels (docs/accuracy.md), but their codes are numbers that a GPU's tensor cores multiply directly. Components
-that dominate the error of their layer although they have 8 bits are divided by steps of their own.
+nearest of -(2^w - 1) / 2, ..., -1/2, 1/2, ..., (2^w - 1) / 2. Evenly spaced levels have 1 % (two bits) to 40 % (five)
+more squared error on a Gaussian than Lloyd-Max levels (docs/math.md), but their codes are numbers that a GPU's tensor
+cores multiply directly. Components that dominate the error of their layer although they have 8 bits are divided by
+steps of their own.
 
-Codes of few bits are on average smaller than what they encode. Such a layer of exact contexts looks up the few keys
-that match a query, whose scores would all be too small: there, components are multiplied by gains that make them
-unbiased.
+Codes of few bits are on average smaller than what they encode. In such a layer of exact contexts, components are
+multiplied by gains that make them unbiased.
 
 A code is stored in *slabs*, tensors of fields of 8, 4, 2 or 1 bits: the binary digits of its width (`slabs`). With
 c_f = (2^f - 1) / 2 a component is the sum over its slabs of (field - c_f) 2^shift, where `shift` is the number of bits
@@ -54,8 +54,8 @@ MAX_WIDTH = 8
 FIELDS = (8, 4, 2, 1)
 # Slabs are whole 32-bit words for heads of at least this size, where the restriction costs little.
 _WORD_BYTES, _WORDS_FROM_HEAD_DIM = 4, 64
-# A GPU's work per token grows with the columns of its operands, here in units of `head_dim`: the limits cost a fifth of
-# the accuracy and save half of the work (docs/notes/kernels.md).
+# A GPU's work per token grows with the columns of its operands, which are limited to these, in units of `head_dim`
+# (docs/notes/kernels.md).
 _MAX_OPERAND_COLUMNS = {"key": 1.0, "value": 0.75}
 _MIN_SLAB_COLUMNS = 16
 # Fraction of a component's variance that remains as error, by width.
@@ -70,8 +70,7 @@ _SAMPLE_RESOLUTION = 2.0**-9
 # A GPU kernel is compiled for each distinct pair of key and value widths.
 _MAX_PROFILES = 3
 # Share of a layer's expected error at four bits from which on components of the greatest width have steps of their own:
-# no bits can lessen their errors, and a shared step is as large as the heaviest tails of all layers need. Attention
-# that looks up positions of homologs (E1) comes here; that of ESM-2 and ESM-C stays below.
+# no bits can lessen their errors. Two layers of e1-mini come here; esm2-mini and esmc-mini stay below.
 _DOMINANT_SHARE = 2 / 3
 # Those steps reach beyond the largest component of the sample by this factor, as contexts have larger ones. What is cut
 # off there can change which key is looked up.

@@ -16,7 +16,7 @@ from esm_turbo.codecs.packing import check_head_dim
 from esm_turbo.config import Geometry, TurboConfig
 
 NORM_DTYPE = torch.bfloat16
-"""Two bytes, as the published methods count them, with the range of float32."""
+"""Two bytes, with the range of float32; published methods count two or four."""
 
 
 class DataFreeCodec(KVCodec):

@@ -35,7 +35,7 @@ def gaussian_projection(num_rows: int, dim: int, seed: int) -> Array:
 def orthogonal_projection(num_rows: int, dim: int, seed: int) -> Array:
     """Unit rows, orthogonal within every `dim` of them: Gaussian matrices orthogonalised by QR, [num_rows, dim].
 
-    The variance of the sketch is smaller than with independent rows (QJL paper, section 4).
+    QJL's authors find them more accurate than independent rows (section 4).
     """
     rng = _rng(seed)
     return np.concatenate([haar_rotation(dim, rng).T for _ in range(-(-num_rows // dim))])[:num_rows]

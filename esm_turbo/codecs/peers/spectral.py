@@ -6,13 +6,14 @@ bfloat16; the other pairs are read as zero. Energy does not depend on the positi
 before RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. Nothing is
 published about values: here they are integers of as many bits with one scale per token and head.
 
-| codec | F of 64 pairs; for other head sizes the same fraction, in steps of 4 | bits of a coefficient |
+| codec | F of 64 pairs; of fewer the same fraction, rounded to fours: both 8 of 32 | bits of a coefficient |
 | --- | --- | --- |
 | `SpectralCodec` | 12, as published | the option `bits` |
 | `Spectral8Codec` | 16, as published with eight bits | 8 |
 | `SpectralLayersCodec` | the fewest that hold 95 % of the energy of a layer's calibration keys | the option `bits` |
 
-95 % is what its authors report of twelve pairs. Their own numbers of pairs by layer belong to single language models.
+95 % is what its authors state of twelve pairs in a typical layer. Their own numbers of pairs by layer belong to single
+language models.
 """
 
 from __future__ import annotations

@@ -60,6 +60,21 @@ def test_cosine_and_source() -> None:
     for part in ("a model", "Xeon", "torch 2.11.0", "transformers 5.17.0", "0123456789", "results/accuracy.jsonl`"):
         assert part in text
     assert "abcdef" not in text and "change" in text
+    other = {
+        "environment": {"processor": "EPYC", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
+        "revision": {"commit": "9876543210abcdef", "dirty": False},
+    }
+    both = source(record, "accuracy", others=[record, other])
+    assert "(Xeon), torch 2.11.0, transformers 5.17.0, commit 0123456789 with local changes and" in both
+    assert "(EPYC), torch 2.13.0, transformers 5.23.0, commit 9876543210;" in both
+
+
+def test_the_table_of_both_families_names_the_run_of_each() -> None:
+    [said] = [line for line in tables.TABLES["families"]().splitlines() if "Measured" in line]
+    for name, kind in (("esm2-mini", "accuracy"), ("esmc-mini", "families")):
+        commit = stored.accuracies("cath_val200", kind=kind)["turbo3"]["revision"]["commit"][:10]
+        one = said[said.index(f"Measured with {name} ") :].partition("jsonl`")[0]
+        assert commit in one and one.endswith(f"results/{kind}.")
 
 
 def test_a_table_uses_one_run_without_older_groups(results: Path) -> None:
