@@ -109,9 +109,7 @@ class Sharding:
         plan = self.plan
         results = {
             "run": run.to_dict(),
-            "total": plan.total,
             "plan": plan.digest,
-            "pieces": plan.chosen,
             "order": list(order),
             "failed": [(one.record, one.reason) for one in failed],
             "versions": package_versions(),

@@ -66,7 +66,7 @@ def _merge_tables(out: Path, manifests: Sequence[Manifest], failed: Sequence[Bad
         compare(run, "targets")
     if not run.results:
         raise ShardError(f"{shards_folder(out)}: no shard has any results")
-    run.write(out, RunInfo(**shards[0]["run"]), shards[0]["settings"])
+    run.write(out, RunInfo(**manifests[0].run), shards[0]["settings"])
 
 
 def _merge_stores(out: Path, parts: Sequence[Path]) -> None:

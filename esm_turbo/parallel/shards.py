@@ -53,9 +53,7 @@ class Manifest:
         inputs: SHA-256 of every input, by name; from the second of one name on, with its number.
         settings: everything that determines its results, JSON values; the model's weights by their hash.
         run: what it used, see `RunInfo`.
-        total: number of pieces of all shards.
-        plan: hash over all pieces.
-        pieces: its own.
+        plan: hash over all pieces and their division, see `Plan`.
         order: of embeddings, the number in the input of every protein.
         failed: records that failed, with the reasons.
         files: size in bytes and SHA-256 of every file, by path.
@@ -68,9 +66,7 @@ class Manifest:
     inputs: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
-    total: int = 0
     plan: str = ""
-    pieces: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     failed: list[list[str]] = field(default_factory=list)
     files: dict[str, list[Any]] = field(default_factory=dict)
@@ -118,7 +114,7 @@ class Manifest:
             if self.inputs.get(name) != other.inputs.get(name):
                 return f"another content of {name}"
         # Before a shard is done, its plan is not known; it follows from the rest.
-        if self.plan and other.plan and (self.total, self.plan) != (other.total, other.plan):
+        if self.plan and other.plan and self.plan != other.plan:
             return _DIVISION
         return None
 
@@ -264,10 +260,9 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
         return ShardsState(0, {}, [], problems)
     # The majority settings are the reference.
     ordered = [manifests[key] for key in sorted(manifests)]
-    kinds = [_digest([one.command, one.shard.of, one.settings, one.inputs, one.total, one.plan]) for one in ordered]
+    kinds = [_digest([one.command, one.shard.of, one.settings, one.inputs, one.plan]) for one in ordered]
     first = ordered[kinds.index(Counter(kinds).most_common(1)[0][0])]
     done: dict[int, Manifest] = {}
-    owners: dict[int, Shard] = {}
     for manifest in ordered:
         difference = manifest.difference(first)
         if difference is not None:
@@ -279,14 +274,7 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
             problems.append(problem)
             continue
         done[manifest.shard.number] = manifest
-        for piece in manifest.pieces:
-            other = owners.setdefault(piece, manifest.shard)
-            if other != manifest.shard:
-                problems.append(f"shards {other} and {manifest.shard} overlap: both have piece {piece}")
-                break
     missing = [number for number in range(1, first.shard.of + 1) if number not in done]
-    if not missing and not problems and len(owners) != first.total:
-        problems.append(f"{first.total - len(owners)} of {first.total} pieces are in no shard")
     return ShardsState(first.shard.of, done, missing, problems)
 
 

@@ -144,7 +144,7 @@ class Plan:
         shard: the shard.
         total: number of all pieces, after `choose`.
         chosen: indices of its own, after `choose`.
-        digest: hash over all pieces, after `choose`: shards of one run have the same.
+        digest: hash over all pieces and their division, after `choose`: shards of one digest have each piece once.
     """
 
     shard: Shard
@@ -161,10 +161,10 @@ class Plan:
             costs: how long each record takes, in any unit.
         """
         sums = [sum(costs[index] for index in piece) for piece in pieces]
-        described = (f"{cost} {' '.join(names[i] for i in piece)}" for cost, piece in zip(sums, pieces, strict=True))
-        self.digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
-        self.total = len(pieces)
-        self.chosen = balanced(sums, self.shard.of)[self.shard.number - 1]
+        shares = balanced(sums, self.shard.of)
+        described = [f"{cost} {' '.join(names[i] for i in piece)}" for cost, piece in zip(sums, pieces, strict=True)]
+        self.digest = hashlib.sha256("\n".join([*described, str(shares)]).encode()).hexdigest()
+        self.total, self.chosen = len(pieces), shares[self.shard.number - 1]
         return [pieces[number] for number in self.chosen]
 
 

@@ -44,8 +44,8 @@ def test_a_plan_tells_runs_apart() -> None:
     plans = [Plan(Shard(number, 2)) for number in (1, 2)]
     assert [plan.choose(single, names, costs) for plan in plans] == [[[0]], [[1], [2]]]
     assert plans[0].digest == plans[1].digest and {plan.total for plan in plans} == {3}
-    for others in ((["a", "b", "d"], costs), (names, [5, 1, 3])):
-        (other := Plan(Shard(1, 2))).choose(single, *others)
+    for shard, *others in (((1, 2), ["a", "b", "d"], costs), ((1, 2), names, [5, 1, 3]), ((1, 3), names, costs)):
+        (other := Plan(Shard(*shard))).choose(single, *others)
         assert other.digest != plans[0].digest
 
 
