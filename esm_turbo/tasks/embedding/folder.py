@@ -195,33 +195,43 @@ def merge_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[
 
     Args:
         out: the folder to write; if it exists, its embeddings are kept.
-        folders: of the embeddings.
-        orders: for every folder, the numbers of its proteins in the order of its index; the joined index is in the
-            order of the numbers.
+        folders: see `joined_rows`, as are `orders`, which are the order of the joined index.
 
     Raises:
         ValueError: the settings differ, or another process is writing to `out`.
         OSError: a file cannot be written.
     """
+    settings, rows = joined_rows(folders, orders)
     with only_writer(out):
-        join_folders(out, folders, orders)
-
-
-def join_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
-    """Join folders as `merge_folders` does, into one that is locked already."""
-    settings = read_settings(folders[0])
-    if (out / SETTINGS_FILE).exists():
-        check_same_settings(out, read_settings(out), settings)
-    index = EmbeddingIndex(out / INDEX_FILE)
-    identifiers: dict[int, str] = {}
-    for folder, order in zip(folders, orders, strict=True):
-        check_same_settings(folder, read_settings(folder), settings)
-        rows = EmbeddingIndex(folder / INDEX_FILE).rows
-        for number, (identifier, residues, *names) in zip(order, rows, strict=True):
+        if (out / SETTINGS_FILE).exists():
+            check_same_settings(out, read_settings(out), settings)
+        index = EmbeddingIndex(out / INDEX_FILE)
+        for folder, (identifier, residues, *names) in rows:
             for name in filter(None, names):
                 link_file(folder / name, out / name)
             index.add(identifier, int(residues), names)
-            identifiers[number] = identifier
-    link_file(folders[0] / SETTINGS_FILE, out / SETTINGS_FILE)
-    index.commit()
-    index.sort([identifier for _, identifier in sorted(identifiers.items())])
+        link_file(folders[0] / SETTINGS_FILE, out / SETTINGS_FILE)
+        index.commit()
+        index.sort([identifier for _, (identifier, *_) in rows])
+
+
+def joined_rows(
+    folders: Sequence[Path], orders: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], list[tuple[Path, list[str]]]]:
+    """The settings of folders, and the rows of all their indices, each with its folder.
+
+    Args:
+        folders: of embeddings.
+        orders: for every folder, the numbers of its proteins in the order of its index; the rows are in the order of
+            the numbers.
+
+    Raises:
+        ValueError: the settings differ.
+    """
+    settings = read_settings(folders[0])
+    rows: list[tuple[int, Path, list[str]]] = []
+    for folder, order in zip(folders, orders, strict=True):
+        check_same_settings(folder, read_settings(folder), settings)
+        own = EmbeddingIndex(folder / INDEX_FILE).rows
+        rows += ((number, folder, row) for number, row in zip(order, own, strict=True))
+    return settings, [(folder, row) for _, folder, row in sorted(rows)]

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from esm_turbo.files.artifacts import ArtifactError
-from esm_turbo.files.kinds import INDEX_FILE
-from esm_turbo.files.writing import LOCK_FILE, locked_parts, remove_temporaries, replacing
+from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding import h5, parquet
@@ -22,11 +21,9 @@ from esm_turbo.tasks.embedding.files import (
     SameSequence,
     check_same_settings,
     read_entry,
-    read_settings,
     sequence_hash,
 )
-from esm_turbo.tasks.embedding.folder import FolderWriter, join_folders
-from esm_turbo.tasks.embedding.index import EmbeddingIndex
+from esm_turbo.tasks.embedding.folder import FolderWriter, joined_rows
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -108,8 +105,13 @@ class OneFileWriter(FolderWriter):
     def finish(self, records: Sequence[ProteinRecord]) -> None:
         super().finish(records)
         if not self._is_complete:
-            _export(self._kind, self.folder, self._content | self.recorded, self._out, {one.id for one in records})
-        _remove_parts(self.folder, self.parts.folder)
+            chosen = {one.id for one in records}
+            rows = ((self.folder, row) for row in self.index.rows if row[0] in chosen)
+            _export(self._kind, self._out, self._content | self.recorded, rows)
+        # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
+        for path in self.folder.iterdir():
+            if path.name != LOCK_FILE and path != self.parts.folder:
+                path.unlink()
 
 
 def merge_files(
@@ -129,19 +131,15 @@ def merge_files(
         OSError: the file cannot be written.
     """
     kind = ONE_FILE_FORMATS[file_format]
-    settings = read_settings(folders[0])
+    settings, rows = joined_rows(folders, orders)
     del settings["format"]
     kind.check(out, settings["include"])
-    with locked_parts(out) as parts:
-        join_folders(parts, folders, orders)
-        names = {identifier: Path(file).stem for identifier, _, file, _ in EmbeddingIndex(parts / INDEX_FILE).rows}
-        try:
-            is_complete = _holds(kind, out, settings, names)
-        except ArtifactError:
-            is_complete = False
-        if not is_complete:
-            _export(kind, parts, settings, out, names)
-        _remove_parts(parts)
+    try:
+        is_complete = _holds(kind, out, settings, {identifier: Path(file).stem for _, (identifier, _, file, _) in rows})
+    except ArtifactError:
+        is_complete = False
+    if not is_complete:
+        _export(kind, out, settings, rows)
 
 
 def _holds(kind: OneFileFormat, out: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> bool:
@@ -164,21 +162,12 @@ def _holds(kind: OneFileFormat, out: Path, settings: Mapping[str, Any], names: M
 
 
 def _export(
-    kind: OneFileFormat, folder: Path, settings: Mapping[str, Any], out: Path, identifiers: Iterable[str]
+    kind: OneFileFormat, out: Path, settings: Mapping[str, Any], rows: Iterable[tuple[Path, Sequence[str]]]
 ) -> None:
-    """Write the embeddings of a folder into one file, atomically, in the order of its index."""
-    chosen = set(identifiers)
-    rows = (
+    """Write embeddings into one file, atomically, from rows of an index and the folders that they are of."""
+    entries = (
         Row(identifier, Path(file).stem, int(residues), read_entry(folder / file)[0])
-        for identifier, residues, file, _ in EmbeddingIndex(folder / INDEX_FILE).rows
-        if identifier in chosen
+        for folder, (identifier, residues, file, _) in rows
     )
     with replacing(out) as temporary:
-        kind.write(temporary, settings, rows)
-
-
-def _remove_parts(folder: Path, temporary: Path | None = None) -> None:
-    # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
-    for path in folder.iterdir():
-        if path.name != LOCK_FILE and path != temporary:
-            path.unlink()
+        kind.write(temporary, settings, entries)
