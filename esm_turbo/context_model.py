@@ -21,6 +21,7 @@ from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
 from esm_turbo.files.tabular import named
 from esm_turbo.model.inputs import check_context_index
+from esm_turbo.model.plain import check_unhooked
 from esm_turbo.proteins.batches import TokenRow, encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import ContextLimits, encode_homologs
@@ -285,6 +286,7 @@ class ContextModel:
         """See `extend`; changes of the weights that leave no trace on the host go unnoticed."""
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")
+        check_unhooked(self.model)
         index = None
         if context_index is not None:
             index = check_context_index(context_index, len(sequences), cache.batch_size)

@@ -495,6 +495,17 @@ class TurboKVCache(CacheStorage):
 
         return self.described("cutters", [tensor for _, tensor in named], make)
 
+    @property
+    def is_coarse(self) -> bool:
+        """True if `drop_refinements` has dropped planes of the codes."""
+        assert self.codec is not None
+        held = dict(self.named_tensors())
+        return any(
+            f"layers.{i}.packed.{name}" not in held
+            for i in range(len(self.layers))
+            for name in self.codec.refinements(i)
+        )
+
     def drop_refinements(self) -> None:
         """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.
 

@@ -207,8 +207,8 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             **kwargs: of `CachedModel.forward`.
 
         Raises:
-            ValueError: new tokens after a context are of several sequences (on the CPU only); see also
-                `CachedModel.forward`.
+            ValueError: new tokens after a context are of several sequences (on the CPU only), or rows of several
+                sequences have padding before or between them; see also `CachedModel.forward`.
         """
         extends = isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size > 0
         if input_ids is not None and input_ids.dim() == 2 and not (extends and input_ids.device.type != "cpu"):
@@ -222,6 +222,11 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
                 sequence_id = number_sequences(input_ids, self.config.bos_token_id)
                 if attention_mask is not None:
                     sequence_id = torch.where(attention_mask != 0, sequence_id, -1)
+            if several:
+                assert sequence_id is not None
+                hidden = sequence_id < 0
+                if bool((hidden[:, :-1] & ~hidden[:, 1:]).any()):
+                    raise ValueError("rows of several sequences must be padded on the right, and nowhere else")
             kwargs["chains"] = sequence_id if several else None
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
             input_ids, attention_mask, position_ids, past_key_values=past_key_values, **kwargs

@@ -70,6 +70,16 @@ def test_a_padded_batch_is_each_row_alone(e1: TurboEsm) -> None:
         torch.testing.assert_close(logits[: len(row)], e1.model(row[None]).logits[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("hidden", [[0, 1], [12], [25]], ids=["before", "within", "between"])
+def test_rows_of_several_sequences_are_padded_on_the_right_only(e1: TurboEsm, hidden: list[int]) -> None:
+    ids = random_row([20, 31], 0)[0][None]
+    mask = torch.ones_like(ids)
+    mask[:, hidden] = 0
+    for given in ({"attention_mask": mask}, {"sequence_id": torch.where(mask == 1, (ids == 1).cumsum(1) - 1, -1)}):
+        with pytest.raises(ValueError, match="must be padded on the right, and nowhere else"):
+            e1.model(ids, **given)
+
+
 @pytest.mark.parametrize("size", GEOMETRIES)
 @torch.no_grad()
 def test_published_geometries_equal_the_plain_implementation(size: str) -> None:

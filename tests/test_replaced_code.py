@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import EsmTokenizer
 from transformers.models.esm import modeling_esm
 from transformers.models.esmc import modeling_esmc
 
-from esm_turbo import TurboEsmForMaskedLM
+from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.model.masked_lm import CachedMaskedLM
@@ -20,6 +23,7 @@ from esm_turbo.tasks.common.forwards import FROZEN
 from tests.helpers.models import make_esm, make_esmc, random_ids
 
 Patch = pytest.MonkeyPatch
+ESMC_MINI = Path(__file__).parents[1] / "models" / "esmc-mini"
 MODELS: dict[str, Callable[[], CachedMaskedLM]] = {
     "ESM-2": lambda: TurboEsmForMaskedLM.from_esm(make_esm(), preset="exact"),
     "ESM-C": lambda: TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact"),
@@ -113,3 +117,39 @@ def test_hooks_between_the_products_of_a_layer_run() -> None:
     for layer in model.base_model.encoder.layer:
         layer.intermediate.register_forward_hook(lambda module, args, output: 2 * output)
     assert largest_difference(model) < 1e-4
+
+
+def _hook(model: nn.Module) -> None:
+    model.register_forward_hook(lambda module, args, output: output)
+
+
+def _replace_forward(model: nn.Module) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [_hook, _replace_forward])
+def test_scores_do_not_leave_out_code_of_the_whole_model(change: Callable[[nn.Module], None]) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    context = turbo.prefill("MKTAYI")
+    change(turbo.model)
+    for call in (
+        lambda: turbo.score("MKTAYI", ["ACD"], arm="full"),
+        lambda: turbo.score_variants("MKTAYI"),
+        lambda: turbo.extend(context, ["ACD"]),
+    ):
+        with pytest.raises(ValueError, match="TurboEsmForMaskedLM has hooks or a forward of its own"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")
+def test_a_warning_does_not_make_another_model(tmp_path: Path) -> None:
+    """ESM-C warns of peptides, once."""
+    turbo = TurboEsm.from_pretrained(ESMC_MINI, device="cpu", preset="turbo3")
+    context = turbo.prefill("MKTAYI")
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(turbo, "MKTAYI")
+    found = [turbo.score(context, ["ACD"]).scores for _ in range(2)]
+    assert found[0] == found[1]
+    turbo.score("MKTAYI", ["ACD"], store=store)
+    assert store.get(turbo, "MKTAYI")[0] is not None

@@ -226,7 +226,7 @@ class TurboCodec(KVCodec):
         first_tensor = next(iter(packed.values()))
         device, shape = first_tensor.device, first_tensor.shape[:3]
         state = self.layer_state(layer_idx, device)
-        offset = torch.zeros(self.geometry.head_dim, device=device)
+        offset = torch.zeros(self.geometry.head_dim, dtype=torch.float32, device=device)
         if f"{kind}_residual" in packed:
             offset = packed[f"{kind}_residual"].float() @ state[f"{kind}_map"].transpose(-1, -2)
             if f"{kind}_gains" in state:

@@ -108,4 +108,18 @@ def check_attention(attention: type[nn.Module]) -> None:
 def is_unhooked(module: nn.Module) -> bool:
     """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return "forward" not in module.__dict__ and all(map(is_recorder, hooks))
+    return "forward" not in module.__dict__ and all(map(_is_replaced, hooks))
+
+
+def check_unhooked(model: nn.Module) -> None:
+    """Check that calls of a model's encoder and head run all that a call of the model would.
+
+    Raises:
+        ValueError: the model has hooks, or a forward, of its own.
+    """
+    if not is_unhooked(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks or a forward of its own, as a program or a library such as accelerate"
+            " puts there; scores call its encoder and its head, and would leave them out: put hooks on these, or call"
+            " the model"
+        )

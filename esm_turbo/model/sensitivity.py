@@ -73,7 +73,7 @@ def _group(
     keys = Padding(contexts, device)
     scale = torch.stack([residues[part].sum() / len(chosen) for part, chosen in zip(parts, drawn, strict=True)])
     most = max(map(len, key_blocks))
-    to_blocks = torch.zeros(len(parts), keys.longest, most)
+    to_blocks = torch.zeros(len(parts), keys.longest, most, dtype=torch.float32)
     real = torch.zeros(len(parts), max(map(len, drawn)), most, dtype=torch.bool)
     own = [torch.zeros(3, 0, dtype=torch.int64)]
     for number, (part, context, chosen, columns) in enumerate(zip(parts, contexts, drawn, key_blocks, strict=True)):

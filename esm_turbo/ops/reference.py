@@ -92,7 +92,7 @@ def extend_attention(
         parts.append((*protected, context.protected_mask))
     new = torch.ones(batch_size, keys.shape[2], dtype=torch.bool) if mask is None else mask
     parts.append((keys.float(), values.float(), new))
-    output = torch.zeros(query.shape)
+    output = torch.zeros(query.shape, dtype=torch.float32)
     for row in range(batch_size):
         for head in range(query.shape[1]):
             # One cached row may serve the whole batch, or rows name theirs; the new tokens are each row's own.

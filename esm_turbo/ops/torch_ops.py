@@ -200,7 +200,7 @@ class _OnlineSoftmax:
     """
 
     def __init__(self, query: Tensor) -> None:
-        self.max = torch.full((*query.shape[:3], 1), _LOWEST, device=query.device)
+        self.max = torch.full((*query.shape[:3], 1), _LOWEST, dtype=torch.float32, device=query.device)
         self.total = torch.zeros_like(self.max)
         self.acc: Tensor | None = None
 

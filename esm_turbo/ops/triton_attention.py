@@ -463,8 +463,8 @@ def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
 def _inverse_maps(codec: KVCodec, device: torch.device) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Inverse maps, transposed, [layers, 1, H, D, D], and means, [layers, 1, H, 1, D]; of keys and of values."""
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
-    identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-    zero = torch.zeros(heads, head_dim, device=device)
+    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
+    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
     states = [codec.layer_state(layer_idx, device) for layer_idx in range(codec.geometry.num_layers)]
     key, value = (
         (

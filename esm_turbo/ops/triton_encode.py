@@ -306,8 +306,8 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> Encod
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
     size = _operand_size(head_dim)
-    zero = torch.zeros(heads, head_dim, device=device)
-    identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
+    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
+    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
     order = torch.tensor(column_order(size, _num_parts(DEFAULT_TUNING, size)), device=device)
     maps, means, inverses, tables, profiles, mapped = [], [], [], [], [], []
     slabs: list[tuple[str, int]] = []

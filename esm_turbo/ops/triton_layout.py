@@ -210,8 +210,8 @@ def triton_layout(
     """
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
-    identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-    zero = torch.zeros(heads, head_dim, device=device)
+    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
+    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
     key_inverse = state.get("key_inverse", identity)
     value_inverse = state.get("value_inverse", identity)
     key_slabs, value_slabs = (
@@ -241,7 +241,7 @@ def triton_layout(
         map_scale=map_scale.contiguous(),
         field_bias=-key_middle[order].half().to(device),
         value_map=value_map.contiguous(),
-        value_scale=torch.full((heads,), 1 / unit, device=device),
+        value_scale=torch.full((heads,), 1 / unit, dtype=torch.float32, device=device),
         value_middle=(value_middle * unit).to(device),
         means=torch.stack([state.get("key_mean", zero), state.get("value_mean", zero)]),
         inverses=torch.stack([key_inverse, value_inverse]),
@@ -268,7 +268,7 @@ class _Operand:
     @classmethod
     def of(cls, slab: FieldSlab, spec: SlabSpec, order: Callable[[SlabSpec], list[int]], half: bool) -> _Operand:
         components = torch.zeros(spec.size, dtype=torch.int64)
-        weights, middle = torch.zeros(spec.size), torch.zeros(spec.size)
+        weights, middle = torch.zeros(2, spec.size, dtype=torch.float32)
         for index, field in enumerate(order(spec)):
             if 0 <= field < len(slab.components):
                 scale = field_scale(spec, field)

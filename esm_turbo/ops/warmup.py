@@ -99,7 +99,7 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
     if dtype not in _HALF:
         return []
     x = torch.empty(16, sizes.heads * sizes.head_dim, dtype=dtype, device=device)
-    angles = torch.empty(16, sizes.head_dim // 2, device=device)
+    angles = torch.empty(16, sizes.head_dim // 2, dtype=torch.float32, device=device)
     with recorded(capability) as variants:
         qkv = _qkv(1, 16, sizes, dtype, device)[0]
         launches: dict[str, Callable[[], object]] = {
@@ -131,7 +131,7 @@ def cache_variants(
             lengths = torch.empty(1, dtype=torch.int64, device=device)
             decoded_attention.attend_shared(query, keys, values, None, query, query, lengths, None, None)
         else:
-            lse = torch.empty(query.shape[:3], device=device)
+            lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
             decoded_attention.attend_new(query, keys, values, None, query, lse)
         table = torch.empty(1, 4, dtype=torch.int64, device=device)
         for words in (True, False):

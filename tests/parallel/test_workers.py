@@ -357,6 +357,14 @@ def test_another_calibration_is_refused(turbo: TurboEsm, tmp_path: Path) -> None
         turbo.score_pairs(SEQUENCES[:1], ["ACDK"], devices=workers)
 
 
+def test_another_preset_is_refused(turbo: TurboEsm) -> None:
+    other = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    other.model.set_turbo(calibration=turbo.calibration, preset="turbo1")
+    preset = turbo.model.base_model.turbo_config.name
+    with Workers.of(turbo, ["cpu"]) as workers, pytest.raises(ValueError, match=f"as '{preset}', not as 'turbo1'"):
+        other.score_pairs(SEQUENCES[:1], ["ACDK"], devices=workers)
+
+
 def test_a_worker_killed_anywhere_loses_nothing(tiny: TurboEsm, workers: Workers, tmp_path: Path) -> None:
     request = EmbeddingRequest.of(tiny, [-1], ["mean"])
     embed_records(tiny, PROTEINS, tmp_path / "one", request, toks_per_batch=75)

@@ -21,6 +21,7 @@ from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import available_bytes
+from esm_turbo.model.plain import check_unhooked
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.tokens import TokenIds
 from esm_turbo.tasks.common.checks import check_choice
@@ -250,7 +251,11 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     Returns:
         Natural logarithms of probabilities over the vocabulary, float32 [batch, vocab_size] or
         [batch, k, vocab_size], on the CPU.
+
+    Raises:
+        ValueError: the model has code that would be left out, see `check_unhooked`.
     """
+    check_unhooked(turbo.model)
     device = turbo.model.device
     options = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in options.items()}
     if not options:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from esm_turbo.config import TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, same_codec
 from esm_turbo.files.identity import ModelIdentity, exact_identity
+from esm_turbo.tasks.common.forwards import default_config
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
 from esm_turbo.tasks.common.progress import Progress
 
@@ -37,20 +38,22 @@ class _RunModel:
     Attributes:
         identity: of the model, its head included.
         device: kind of device on which it lies.
-        codecs: fingerprints of what its calibration has fitted; None without a calibration.
+        preset: options under which it stores contexts.
+        codecs: fingerprints of what its calibration has fitted, that preset included; None without a calibration.
     """
 
     identity: ModelIdentity
     device: str
+    preset: TurboConfig
     codecs: dict[TurboConfig, Fingerprint] | None
 
     @classmethod
     def of(cls, turbo: ContextModel) -> _RunModel:
         """That of a model as it is."""
-        codecs = None
+        codecs, preset = None, default_config(turbo)
         if (calibration := turbo.calibration) is not None:
-            codecs = {config: calibration.codec(config).fingerprint for config in calibration.fitted}
-        return cls(exact_identity(turbo.model), turbo.model.device.type, codecs)
+            codecs = {config: calibration.codec(config).fingerprint for config in {preset, *calibration.fitted}}
+        return cls(exact_identity(turbo.model), turbo.model.device.type, preset, codecs)
 
     def check(self, turbo: ContextModel) -> None:
         """Make sure that a model computes what this one does.
@@ -64,13 +67,15 @@ class _RunModel:
             # What rounds products is called otherwise there.
             mine, theirs = _by_dtype(mine), _by_dtype(theirs)
         difference = mine.difference(theirs)
+        if not difference and self.preset != other.preset:
+            difference = f"it stores contexts as {other.preset.name!r}, not as {self.preset.name!r}"
         if not difference and not _same_codecs(self.codecs, other.codecs):
             difference = "its calibration is another one"
         if difference:
             raise ValueError(
                 f"the model in another process is not that of the run: {difference}. Its files were replaced after the"
-                " run began, or the program has changed code of the model, which processes do not take over: begin"
-                " again, or run without `devices` and workers"
+                " run began, or the program has changed the model or its code since the process took it over: begin"
+                " again with new workers, or run without `devices` and workers"
             )
 
 

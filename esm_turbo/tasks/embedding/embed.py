@@ -100,10 +100,13 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     if request.windows is not None:
         settings["windows"] = asdict(request.windows)
     if request.context is not None:
-        ids, config = bytes(request.context.ids), default_config(turbo)
-        settings["context"] = {"ids": hashlib.sha256(ids).hexdigest(), "preset": config.to_dict()}
-        if state := turbo.model.base_model.codec(config).state:
-            settings["context"]["codec"] = tensors_digest(sorted(state.items()))
+        cache, ids = request.context.cache, hashlib.sha256(bytes(request.context.ids)).hexdigest()
+        codec = turbo.model.base_model.codec(default_config(turbo) if cache is None else cache.config)
+        settings["context"] = {"ids": ids, "preset": codec.config.to_dict()}
+        if codec.state:
+            settings["context"]["codec"] = tensors_digest(sorted(codec.state.items()))
+        if cache is not None and cache.is_coarse:
+            settings["context"]["refinements"] = False
     if request.writes_contexts:
         codec = turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}

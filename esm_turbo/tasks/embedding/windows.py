@@ -231,8 +231,12 @@ def embed_in_windows(
         Fields of `ProteinEmbedding`, float32 tensors on the CPU. Only `representations` grows with the protein.
     """
     size = turbo.model.config.hidden_size
-    per_tok = {layer: torch.empty(len(residues), size) for layer in layers} if "per_tok" in include else {}
-    sums = {layer: torch.zeros(size) for layer in layers}
+    per_tok = (
+        {layer: torch.empty(len(residues), size, dtype=torch.float32) for layer in layers}
+        if "per_tok" in include
+        else {}
+    )
+    sums = {layer: torch.zeros(size, dtype=torch.float32) for layer in layers}
     bos: dict[int, Tensor] = {}
     for first, states, cls_states in iter_windows(turbo, residues, windows, layers):
         for layer, x in states.items():

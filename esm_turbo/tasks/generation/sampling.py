@@ -114,7 +114,7 @@ class ResidueSampler:
         """Random numbers for `draw`, from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
         if self.greedy:
             return None
-        drawn = torch.empty(len(rows), len(self.allowed.everywhere))
+        drawn = torch.empty(len(rows), len(self.allowed.everywhere), dtype=torch.float32)
         for own, row in zip(drawn, rows, strict=True):
             own.exponential_(generator=self.generators[row])
         return drawn

@@ -264,7 +264,10 @@ def _against(
         elsewhere = [rest[index] for index in range(len(others))]
     known = [index for index, one in enumerate(found.scores) if one is not None]
     scores = list(found.scores)
-    own = compared([pairs[i].sequence.upper() for i in known], [found[i] for i in known], name, elsewhere)
+    codes = turbo.codes
+    # However targets are written, a protein is no background of itself.
+    targets = [codes.decode(codes.encode(pairs[i].sequence, f"target {i + 1}")) for i in known]
+    own = compared(targets, [found[i] for i in known], name, elsewhere)
     if any(one.background is not None for target in own for one in target.scores):
         for index, one in zip(known, own, strict=True):
             scores[index] = one

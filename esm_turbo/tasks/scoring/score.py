@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, get_args
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -491,6 +492,10 @@ def check_candidates(
 def warn_of_peptides(turbo: ContextModel, stacklevel: int = 2) -> None:
     """Warn, once, of what a model's family was not trained on."""
     encoder = turbo.model.base_model
-    if encoder.peptide_notice is not None:
+    if encoder.peptide_notice is not None and encoder not in _warned:
+        _warned.add(encoder)
         warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=stacklevel)
-        encoder.peptide_notice = None
+
+
+# Not noted on the models themselves, whose options decide what they compute.
+_warned: WeakSet[Any] = WeakSet()

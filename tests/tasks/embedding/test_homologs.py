@@ -69,6 +69,18 @@ def test_results_belong_to_the_calibration_that_their_context_is_stored_by() -> 
     assert embedding_settings(turbo, request) != before
 
 
+def test_results_belong_to_the_preset_of_a_given_cache() -> None:
+    turbo = TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="turbo3")
+    caches = []
+    for preset in ("exact", "turbo3", "turbo1", "turbo1"):
+        turbo.model.set_turbo(calibration=turbo.calibration, preset=preset)
+        caches.append(turbo.prefill(CONTEXT))
+    caches[-1].drop_refinements()
+    of = [embedding_settings(turbo, EmbeddingRequest.of(turbo, (-1,), ["mean"], context=one)) for one in caches]
+    assert of[2] == embedding_settings(turbo, EmbeddingRequest.of(turbo, (-1,), ["mean"], context=CONTEXT))
+    assert all(one != other for number, one in enumerate(of) for other in of[:number])
+
+
 def test_bad_contexts_are_refused(e1: TurboEsm, tmp_path: Path) -> None:
     for context, message in (
         (["MKT", "MKTA"], "proteins are embedded after one context, got 2"),

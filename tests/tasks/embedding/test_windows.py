@@ -205,6 +205,19 @@ def test_memory_does_not_grow_with_the_protein() -> None:
     assert long - short < 30e6
 
 
+def test_the_default_dtype_changes_nothing(turbo: TurboEsm) -> None:
+    sequence, include = protein(50), ["mean", "per_tok"]
+    (expected,) = turbo.embed(sequence, include=include, window=20, overlap=5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (found,) = turbo.embed(sequence, include=include, window=20, overlap=5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("mean_representations", "representations"):
+        for layer, states in getattr(expected, name).items():
+            torch.testing.assert_close(getattr(found, name)[layer], states, rtol=0, atol=1e-5)
+
+
 def test_embed_splits_only_long_proteins(turbo: TurboEsm, exact: TurboEsm) -> None:
     sequences = [protein(90), "MKTAY", protein(64, 1), protein(65, 2)]
     found = exact.embed(sequences, (0, -1), ("mean", "per_tok", "bos"), window=64, overlap=16, memory=32)

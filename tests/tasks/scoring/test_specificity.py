@@ -90,6 +90,14 @@ def test_pairs_are_compared_with_the_other_targets(turbo: TurboEsm) -> None:
     assert restored == found[1]
 
 
+def test_a_target_is_no_background_of_itself_however_it_is_written(turbo: TurboEsm) -> None:
+    first, *others = TARGETS
+    expected = [one.specificity for one in turbo.score_pairs(TARGETS, CANDIDATES)[0].scores]
+    for same in (f"{first}*", f"{first[:5]}\n{first[5:]}", first.lower()):
+        found = turbo.score_pairs([first, *others, same], CANDIDATES)
+        assert [one.specificity for one in found[0].scores] == pytest.approx(expected)
+
+
 def test_candidates_of_one_target_each_have_no_specificity(turbo: TurboEsm) -> None:
     found = turbo.score_pairs(TARGETS[:2], [["ACDEF"], ["WTC"]])
     assert [one.background for one in found.scores if one is not None] == [None, None]
