@@ -17,7 +17,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import Calibration, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import TurboConfig
-from tests.helpers.models import CACHE_CONFIGS, make_calibration, make_esm, random_ids
+from tests.helpers.models import CACHE_CONFIGS, E1_MINI, make_calibration, make_esm, random_ids
 
 # Results must not depend on the machine's cores, and several workers share them.
 torch.set_num_threads(1)
@@ -46,6 +46,12 @@ def as_signals_were() -> Iterator[None]:
 def turbo() -> TurboEsm:
     """The embedded model with its shipped calibration, float32 on the CPU. Do not change it: all tests share it."""
     return TurboEsm.from_pretrained(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def e1() -> TurboEsm:
+    """The small model of the E1 architecture, with exact contexts. Do not change it: all tests of a module share it."""
+    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from esm_turbo.model import collectors, padding
 from esm_turbo.model.collectors import LayerStates, Proteins
 from esm_turbo.model.sensitivity import SensitivityCollector
 from tests.helpers.e1 import make_e1, random_row
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 FAMILIES = [[20, 31, 7], [44, 16]]
 

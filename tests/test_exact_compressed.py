@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 # Of one homolog, which needs no numbers of sequences, of several, and with X, whose position is kept.
 CONTEXTS = ["MKSAYLAKQRHISFIKAHFSRQLEE", "MKTAYIAKQRQISFVKSHFSRQ,MRTAFIAKQ,GSWKDMKTAYIAR", "MKXXTAYX,XGSW"]

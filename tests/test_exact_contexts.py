@@ -15,16 +15,11 @@ from torch import Tensor
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from tests.helpers.e1 import plain_forward
-from tests.test_modeling_e1_turbo import E1_MINI, REFERENCE, texts
+from tests.test_modeling_e1_turbo import REFERENCE, texts
 
 HOMOLOGS = ["MKTAYIAKQRQISFVKSHFSRQ", "MKSAYLAKQRHISFIKAHFSRQLEE", "MRTAFIAKQ", "GSWKDMKTAYIAR"]
 QUERY = "MKTAYIAKQ?QISFVKSHF"
 SEVERAL = [index for index, text in sorted(texts().items()) if "," in text]
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 def whole(e1: TurboEsm, *sequences: str) -> Tensor:

@@ -17,9 +17,8 @@ from esm_turbo.cli.app import main
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.proteins.limits import UntrainedInputWarning
-from tests.helpers.models import make_esm, make_esmc, random_ids
+from tests.helpers.models import ESMC_MINI, make_esm, make_esmc, random_ids
 
-ESMC_MINI = Path(__file__).parents[1] / "models" / "esmc-mini"
 FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": ESMC_MINI}
 OTHER = {"esm": "esmc", "esmc": "esm"}
 MAKE = {"esm": make_esm, "esmc": make_esmc}

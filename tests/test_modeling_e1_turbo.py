@@ -15,17 +15,12 @@ from torch import Tensor
 from esm_turbo import TurboEsm
 from esm_turbo.modeling_e1_turbo import TurboE1Config, TurboE1ForMaskedLM, TurboE1Model
 from tests.helpers.e1 import make_e1, plain_forward, random_row
+from tests.helpers.models import E1_MINI
 
-E1_MINI = Path(__file__).parents[1] / "models" / "e1-mini"
 # Logits of the reference code on a CPU, hidden states rounded to float16; metadata maps each index to its text.
 REFERENCE = Path(__file__).parent / "data" / "e1_reference.safetensors"
 # Hidden size, heads, MLP, layers and parameters in millions of the published models.
 GEOMETRIES = {"150M": (768, 12, 2304, 20, 154), "300M": (1024, 16, 3072, 20, 274), "600M": (1280, 20, 3840, 30, 641)}
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 @pytest.fixture(scope="module")

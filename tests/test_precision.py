@@ -35,7 +35,7 @@ from esm_turbo.ops.float8 import Float8Linear
 from esm_turbo.proteins.fasta import read_fasta_strict
 from tests.helpers import torch_encoder
 from tests.helpers.e1 import make_e1
-from tests.helpers.models import make_esm, make_esmc, random_ids
+from tests.helpers.models import ESMC_MINI, make_esm, make_esmc, random_ids
 from tests.helpers.packed import packed_tokens, plan_with
 
 LENGTHS = [17, 5, 30, 1]
@@ -86,7 +86,7 @@ def test_packed_rows_are_those_of_the_library(family: str, keep: list[tuple[int,
 @pytest.fixture(scope="module")
 def minis() -> dict[str, TurboEsm]:
     """Trained models, float32."""
-    folders = {"esm2-mini": EMBEDDED_MODEL, "esmc-mini": Path(__file__).parents[1] / "models" / "esmc-mini"}
+    folders = {"esm2-mini": EMBEDDED_MODEL, "esmc-mini": ESMC_MINI}
     return {name: TurboEsm.from_pretrained(folder, device="cpu") for name, folder in folders.items()}
 
 

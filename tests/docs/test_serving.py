@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve.process import Process
+from tests.helpers.models import E1_MINI
 from tests.helpers.pages import blocks, language, reason_not_run, same_output
-from tests.test_modeling_e1_turbo import E1_MINI
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 ADDRESS = "http://127.0.0.1:8080"

@@ -13,7 +13,7 @@ from esm_turbo.evaluate.calibrated import measure_calibration
 from esm_turbo.evaluate.families import masked_rows
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.proteins.homologs import join_families
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 FAMILY = ["MKTAYIAKQRQISFVKSHFSRQ", "MKSAYLAKQRHISFIKAHFSRQLEE", "MRTAFIAKQKTAFIAKQHISFIK", "MKTAYLAKQRQVSF"]
 GIVEN = [",".join(FAMILY), "MKXAYIAKQ,MKTAYIAXQRQ"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from transformers import EsmConfig, EsmForMaskedLM, PreTrainedModel
 from esm_turbo import Calibration, KVCalibrator
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 
+ESMC_MINI, E1_MINI = (Path(__file__).parents[2] / "models" / name for name in ("esmc-mini", "e1-mini"))
+"""Small trained models."""
 MASK, CLS, PAD, EOS = 32, 0, 1, 2
 FIRST_RESIDUE, LAST_RESIDUE = 4, 23
 

@@ -15,16 +15,11 @@ from esm_turbo.ops import triton_encoder
 from esm_turbo.proteins.e1_tokenizer import E1Tokenizer
 from tests.helpers import torch_encoder
 from tests.helpers.e1 import make_e1, random_row
+from tests.helpers.models import E1_MINI
 from tests.helpers.triton_devices import on_devices, right_triton  # noqa: F401
-from tests.test_modeling_e1_turbo import E1_MINI
 
 CONTEXTS = ["MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE,MRTAFIAKQ", "MKXXTAYX,XGSW", "MKSAYLAKQRH"]
 QUERIES = ["MKTAYI?KQ", "MKTAXIAKQ", "WKTAYIAK?"]
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 @pytest.fixture

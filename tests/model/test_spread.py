@@ -23,11 +23,11 @@ from esm_turbo.model import spread
 from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.parallel.workers import Workers
 from tests.helpers import torch_encoder
-from tests.helpers.models import make_config, make_esm, random_ids
+from tests.helpers.models import ESMC_MINI, make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
 from tests.helpers.packed import packed_tokens, plan_with
 
-FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": Path(__file__).parents[2] / "models" / "esmc-mini"}
+FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": ESMC_MINI}
 # Older versions of transformers lack a family.
 INSTALLED = [name for name in FOLDERS if hasattr(transformers, FAMILIES[name].tokenizer)]
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "MSILV"]

@@ -9,19 +9,14 @@ from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.proteins.homologs import encode_homologs
 from esm_turbo.serve.limits import Limits
 from esm_turbo.tasks.common.forwards import prefill_rows
+from tests.helpers.models import E1_MINI
 from tests.helpers.service import running
-from tests.test_modeling_e1_turbo import E1_MINI
 
 PROTEIN = "MKNKVVVVTGVPGVGGTT"
 HOMOLOGS = ["MKNKVVVIVGVPGVGSTT", "MKIGIVXGIPGVGKST", "MRHPFKVVVVTGVPGVGKTT"]
 OTHERS = "MKNKVVVVTGVPGVGSTT,MKIGIVTGIPG"
 # Largest difference of a log-probability from that of the library's own batches.
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def e1():
-    return TurboEsm.from_pretrained(E1_MINI, preset="exact", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from esm_turbo import TurboEsm
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.serve.limits import Limits
+from tests.helpers.models import E1_MINI
 from tests.helpers.service import running
-from tests.test_modeling_e1_turbo import E1_MINI
 
 pytestmark = pytest.mark.browser
 

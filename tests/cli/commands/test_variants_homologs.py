@@ -11,7 +11,7 @@ import pytest
 
 from esm_turbo import TurboEsm, read_homologs
 from esm_turbo.context_store import context_key
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 PROTEIN = "MKNKVVVVTGVPGVGGTT"
 HOMOLOGS = ("MKNKVVVIVGVPGVGSTT", "--MKIGIVTGIPGVGKST", "MRHpfKVVVVTGVPGVGKTT", "MKNKVVVVTGVPGVGSTT")

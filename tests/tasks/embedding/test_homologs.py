@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from esm_turbo import EmbeddingRequest, TurboEsm
 from esm_turbo.tasks.embedding.embed import embedding_settings
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 CONTEXT = "MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE"
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 @torch.no_grad()

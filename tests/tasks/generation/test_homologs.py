@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from esm_turbo import ContextStore, TurboEsm
-from tests.test_modeling_e1_turbo import E1_MINI
 
 CONTEXTS = ["MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE", "MRTAXIAKQRNISFLKSHFT"]
 PROTEIN = "MKTA?IAK?RQISF?KSHF"
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 @torch.no_grad()

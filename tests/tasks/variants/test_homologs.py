@@ -15,17 +15,12 @@ from hypothesis import strategies as st
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.tasks.common.homologs import freeze_query
 from esm_turbo.tasks.variants.score import FrozenQueryRows
-from tests.test_modeling_e1_turbo import E1_MINI
+from tests.helpers.models import E1_MINI
 
 # Scores of `E1Scorer` (github.com/Profluent-AI/E1, commit 219c7c7) on e1-mini in float32: the autocast of its predictor
 # is left out. The protein and its contexts are of one family of UniProt and PDB sequences that the model has not seen.
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "e1_scores.json").read_text())
 WILD_TYPE, VARIANTS, CONTEXTS = (REFERENCE[name] for name in ("wild_type", "variants", "contexts"))
-
-
-@pytest.fixture(scope="module")
-def e1() -> TurboEsm:
-    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
 
 
 def assert_close(values: list[float], expected: list[float], atol: float = 1e-4) -> None:
