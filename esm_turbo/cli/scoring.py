@@ -79,7 +79,7 @@ def write_results(
     if sharding.out is not None and run.results:
         save(partial(run.write, run=used, settings=settings), sharding.out)
     about = {"settings": settings, "compares_targets": compares_targets}
-    sharding.keep(lambda: about | {"results": run.to_json(records)})
+    sharding.keep(lambda: about | {"results": run.to_state(records)})
 
 
 def conclude(

@@ -23,7 +23,7 @@ class RecordResult(Tabular):
     Attributes:
         record: the record.
         scores: of what belongs to it, by arm.
-        numbers: of what was scored here among all that belongs to the record, where that is not all.
+        numbers: of what was scored here among all that belongs to the record; None for all.
     """
 
     scores: Mapping[Arm, Any]
@@ -40,13 +40,13 @@ class RecordResult(Tabular):
         """For each row the columns that the file has of it; none if it is no table."""
         raise NotImplementedError
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values of which `from_json` makes it again."""
+    def to_state(self) -> dict[str, Any]:
+        """JSON values of which `from_state` makes it again."""
         raise NotImplementedError
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
+    def from_state(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_state`."""
         raise NotImplementedError
 
     @classmethod
@@ -81,7 +81,7 @@ class RecordRun(Tabular, Generic[ResultT]):
     failed: list[BadRecord] = field(default_factory=list)
 
     noun: ClassVar[str]
-    of: ClassVar[type[Any]]
+    result_class: ClassVar[type[Any]]
     """Class of the results."""
     no_columns: ClassVar[tuple[str, ...]]
     """Columns of a table without results."""
@@ -111,23 +111,23 @@ class RecordRun(Tabular, Generic[ResultT]):
         given = (one for result in self.results for one in result.given())
         return kept_columns(given, [*self._own_columns(), *self.replaced, *RUN_COLUMNS])
 
-    def to_json(self, records: Sequence[ProteinRecord]) -> list[Any]:
+    def to_state(self, records: Sequence[ProteinRecord]) -> list[Any]:
         """JSON values of the results, each with the number of its record among all, for `of_shards`."""
         numbers = {record.id: number for number, record in enumerate(records)}
-        return [[numbers[one.record.id], one.to_json()] for one in self.results]
+        return [[numbers[one.record.id], one.to_state()] for one in self.results]
 
     @classmethod
     def of_shards(cls, shards: Iterable[Sequence[Any]], failed: Sequence[BadRecord]) -> Self:
         """The run that its shards are parts of.
 
         Args:
-            shards: `to_json` of each.
+            shards: `to_state` of each.
             failed: what failed in any: a record of which a part could not be scored has no result.
         """
         parts: defaultdict[int, list[ResultT]] = defaultdict(list)
         for number, values in (one for shard in shards for one in shard):
-            parts[number].append(cls.of.from_json(values))
-        results = [cls.of.joined(own) for _, own in sorted(parts.items())]
+            parts[number].append(cls.result_class.from_state(values))
+        results = [cls.result_class.joined(own) for _, own in sorted(parts.items())]
         names = {one.record for one in failed}
         return cls([one for one in results if one.record.id not in names], list(failed))
 

@@ -168,15 +168,15 @@ class TargetResult(RecordResult):
             ]
         return values
 
-    def to_json(self) -> dict[str, Any]:
-        """See `RecordResult.to_json`."""
+    def to_state(self) -> dict[str, Any]:
+        """See `RecordResult.to_state`."""
         values = {"target": asdict(self.target), "candidates": [asdict(one) for one in self.candidates]}
         scores = {arm: one.to_dict() for arm, one in self.scores.items()}
         return values | {"scores": scores, "numbers": self.numbers, "sort_by": self.sort_by}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """See `RecordResult.from_json`; arms are not compared."""
+    def from_state(cls, values: Mapping[str, Any]) -> Self:
+        """See `RecordResult.from_state`; arms are not compared."""
         candidates = tuple(Candidate(**one) for one in values["candidates"])
         scores = {arm: Scores.from_dict(one) for arm, one in values["scores"].items()}
         target, sort_by, numbers = ProteinRecord(**values["target"]), values["sort_by"], values["numbers"]
@@ -187,7 +187,7 @@ class TargetResult(RecordResult):
 class ScoringRun(RecordRun[TargetResult]):
     """Scores on all targets, see `RecordRun`; what failed are targets, and candidates on a target."""
 
-    noun, of = "target", TargetResult
+    noun, result_class = "target", TargetResult
     no_columns = COLUMNS
     replaced = ("id", _ALIAS)
     types = COLUMN_TYPES

@@ -148,16 +148,16 @@ class ProteinVariants(RecordResult):
             },
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """See `RecordResult.to_json`."""
+    def to_state(self) -> dict[str, Any]:
+        """See `RecordResult.to_state`."""
         values = {"wild_type": asdict(self.wild_type), "first_position": self.first_position}
         variants = [asdict(one) for one in self.variants]
         scores = {arm: one.to_dict() for arm, one in self.scores.items()}
         return values | {"variants": variants, "scores": scores, "numbers": self.numbers}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """See `RecordResult.from_json`."""
+    def from_state(cls, values: Mapping[str, Any]) -> Self:
+        """See `RecordResult.from_state`."""
         record, first = ProteinRecord(**values["wild_type"]), values["first_position"]
         variants = tuple(MeasuredVariant(**one) for one in values["variants"])
         scores = {arm: VariantScores.from_dict(one, record.sequence, first) for arm, one in values["scores"].items()}
@@ -168,7 +168,7 @@ class ProteinVariants(RecordResult):
 class VariantsRun(RecordRun[ProteinVariants]):
     """Scores on all wild types, see `RecordRun`."""
 
-    noun, of = "protein", ProteinVariants
+    noun, result_class = "protein", ProteinVariants
     no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
     # Positions are text, as several substitutions have several: `24:26`.
     types = dict.fromkeys(ARMS, float)
@@ -312,13 +312,13 @@ def score_records(
         if failed is not None:
             run.failed.append(BadRecord(record.id, failed))
             continue
-        own, numbers = own_variants[record.id], one.numbers
+        own = own_variants[record.id]
         if variants is None:
             own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
-        elif numbers is not None:
-            own = [own[index] for index in numbers]
+        elif one.numbers is not None:
+            own = [own[index] for index in one.numbers]
         first = proteins[number].first_position
-        run.results.append(ProteinVariants(record, first, tuple(own), one.scores, numbers))
+        run.results.append(ProteinVariants(record, first, tuple(own), one.scores, one.numbers))
     return run
 
 
