@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -49,6 +50,15 @@ class RequestError(HTTPException):
 def invalid(message: str, *field: str | int) -> RequestError:
     """An error in a field of the request's body."""
     return RequestError(422, message, ("body", *field))
+
+
+@contextmanager
+def field_errors(*field: str | int) -> Iterator[None]:
+    """Turn a ValueError into an error in a field of the request's body."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(str(error), *field) from None
 
 
 def busy(message: str, retry_after: float) -> RequestError:

@@ -14,7 +14,7 @@ from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.proteins.homologs import SEPARATOR, ContextLimits, decode_homologs, encode_homologs
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
-from esm_turbo.serve.errors import RequestError, invalid
+from esm_turbo.serve.errors import RequestError, field_errors, invalid
 from esm_turbo.serve.jobs import ContextJob, EmbedJob, GenerateJob, ItemJob, Job
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
@@ -127,10 +127,8 @@ class Service:
         if len(given) > limits.positions * _CHARACTERS_PER_RESIDUE:
             most = f"at most {limits.positions:,} positions are allowed"
             raise invalid(f"has {len(given):,} characters; {most}", "sequence")
-        try:
+        with field_errors("sequence"):
             return ContextJob(decode_homologs(codes, encode_homologs(codes, given, "sequence", limits)))
-        except ValueError as error:
-            raise invalid(str(error), "sequence") from None
 
     def score_job(self, context: str, request: ScoreRequest) -> ItemJob:
         """The job of scoring candidates."""
@@ -162,7 +160,8 @@ class Service:
     def protein_variants_job(self, request: ProteinVariantsRequest) -> ItemJob:
         """The job of scoring variants of a protein, alone or after homologs."""
         wild_type = self._residues(request.sequence, "sequence")
-        self._check_known(self.turbo.codes.encode(wild_type, "sequence"), "sequence")
+        with field_errors("sequence"):
+            check_known(self.turbo, self.turbo.codes.encode(wild_type, "sequence"), "sequence")
         return self._variants(wild_type, request, self._homologs_before(wild_type, request.context))
 
     def _variants(self, wild_type: str, request: VariantsRequest, homologs: Sequence[str]) -> ItemJob:
@@ -232,7 +231,8 @@ class Service:
             sequence = self.contexts.sequence(request.context, ("body", "context"))
         ids = self._encode(sequence, limits.residues, "sequence")
         if self.homologs is not None:
-            self._check_known(ids, "sequence")
+            with field_errors("sequence"):
+                check_known(self.turbo, ids, "sequence")
             homologs = self._homologs_before(codes.decode(ids), request.context)
         fields = request.model_dump(exclude={"sequence", "context", "template", "seed", "allowed"})
         try:
@@ -288,19 +288,9 @@ class Service:
         _check_count(keys, self.limits.averaged, "context")
         found = [self.contexts.sequence(key, ("body", "context")) for key in keys]
         for text in found:
-            sequences = [*text.split(SEPARATOR), query]
-            try:
-                limits.check_sequences("protein and context", sequences, around)
-            except ValueError as error:
-                raise invalid(str(error), *(field or ("context",))) from None
+            with field_errors(*(field or ("context",))):
+                limits.check_sequences("protein and context", [*text.split(SEPARATOR), query], around)
         return found
-
-    def _check_known(self, ids: list[int], field: str) -> None:
-        """Check that a protein has no residue that the model leaves out, where its residues are predicted."""
-        try:
-            check_known(self.turbo, ids, field)
-        except ValueError as error:
-            raise invalid(str(error), field) from None
 
     def _with_template(self, request: GenerateRequest, template: str) -> GenerateRequest:
         """The request with masks for what a template leaves open, and its other residues, after the sequence."""
@@ -313,10 +303,8 @@ class Service:
             raise invalid("with a template, residues by position belong into it", "allowed")
         if len(template) > self.limits.candidate_residues * _CHARACTERS_PER_RESIDUE:
             raise invalid(f"has {len(template):,} characters", "template")
-        try:
+        with field_errors("template"):
             places = parse_template(template, (request.allowed or STANDARD_RESIDUES).upper())
-        except ValueError as error:
-            raise invalid(str(error), "template") from None
         if len(places) > self.limits.candidate_residues:
             raise invalid(f"has {len(places):,} residues; at most {self.limits.candidate_residues:,}", "template")
         ids = self._encode(request.sequence, self.limits.residues, "sequence")
@@ -342,10 +330,8 @@ class Service:
         """Token ids of a sequence."""
         if len(sequence) > longest * _CHARACTERS_PER_RESIDUE:
             raise invalid(f"has {len(sequence):,} characters; at most {longest:,} residues are allowed", *field)
-        try:
+        with field_errors(*field):
             ids = self.turbo.codes.encode(sequence, ".".join(map(str, field)))
-        except ValueError as error:
-            raise invalid(str(error), *field) from None
         if len(ids) > longest:
             raise invalid(f"has {len(ids):,} residues; at most {longest:,} are allowed", *field)
         return ids
