@@ -35,7 +35,10 @@ SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
 
 PictureFile = Annotated[
     Path | None,
-    Parameter(help="Picture to draw, by its suffix: .html (opens offline), .pdf, or .png or .svg for one protein."),
+    Parameter(
+        help="Picture to draw, by its suffix: .html (opens offline), .pdf, or .png or .svg for one protein (of several"
+        " targets, their heat map)."
+    ),
     Writes("picture"),
 ]
 

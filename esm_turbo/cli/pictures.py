@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from esm_turbo.pictures.panels import Sheet
 
 
-def check_plot(plot: Path | None, sheets: int = 1) -> None:
+def check_plot(plot: Path | None, sheets: int = 1, *, summary: bool = False) -> None:
     """Check, before any work is done, that a picture can be drawn.
 
     Args:
         plot: the file; None for no picture.
         sheets: how many proteins it may show.
+        summary: whether it begins with a sheet of all of them.
 
     Raises:
         ValueError: the file has no room for them.
@@ -26,7 +27,7 @@ def check_plot(plot: Path | None, sheets: int = 1) -> None:
     if plot is not None:
         from esm_turbo.pictures.picture import check_picture
 
-        check_picture(plot, sheets)
+        check_picture(plot, sheets, summary=summary)
 
 
 def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
@@ -36,7 +37,9 @@ def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
         OSError: the file cannot be written.
     """
     if plot is not None and sheets:
-        from esm_turbo.pictures.picture import Picture
+        from esm_turbo.pictures.picture import SINGLE, Picture
 
         Picture(sheets).save(plot)
-        say(f"picture written to {plot}")
+        left = len(sheets) - 1 if plot.suffix.lower() in SINGLE else 0
+        alone = f": the heat map alone; .html and .pdf also show each of the {left} targets" if left else ""
+        say(f"picture written to {plot}{alone}")

@@ -43,7 +43,9 @@ def _spot(figure: Figure, placed: PlacedPanel, positions: Sequence[int]) -> dict
     elif isinstance(panel, Logo):
         spot["texts"] = [[_shares(panel, index) for index in range(*placed.columns or (0, 0))]]
     elif isinstance(panel, Bars):
-        spot["texts"] = [[f"{name}: {value:.4g}"] for name, value in zip(panel.names, panel.values, strict=True)]
+        spot["texts"] = [
+            [f"{name}: {value:.4g}"] for name, value in zip(panel.hover or panel.names, panel.values, strict=True)
+        ]
     else:
         transform = axes.transData - figure.transFigure
         places = [(*transform.transform((x, y)), text) for x, y, text in _points(panel, placed)]

@@ -166,12 +166,14 @@ class Bars:
         values: of each bar.
         x_label: with the unit.
         title: above the panel.
+        hover: what hovering shows of each; empty is its name.
     """
 
     names: Sequence[str]
     values: Array
     x_label: str
     title: str = ""
+    hover: Sequence[str] = ()
 
 
 Panel = Heatmap | Lines | Logo | Scatter | Histogram | Bars
@@ -221,9 +223,11 @@ class Sheet:
         caption: what it was computed with, and how to read it.
         layout: tracks across the page, or panels beside each other.
         table: the numbers; None for none.
+        summary: whether it shows all that the sheets after it show one by one.
     """
 
     title: str
     caption: str
     layout: Sequence[Tracks | Sequence[Panel]]
     table: Table | None = None
+    summary: bool = False

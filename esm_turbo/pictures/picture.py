@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.common.run_info import RunInfo
 
 _DPI = 200
+SINGLE = (".png", ".svg")
+"""Suffixes of pictures of one sheet."""
+
 MOST_SHEETS = 50
-"""Sheets of a picture at most: a page of more would not open."""
+"""Sheets of a picture at most, besides a summary: a page of more would not open."""
 
 
 class Picture:
@@ -43,13 +46,14 @@ class Picture:
         return figure(self.sheets[sheet])
 
     def save(self, out: str | os.PathLike[str]) -> None:
-        """Write a file, atomically: `.png` or `.svg` for one sheet, `.pdf` or `.html` for any number.
+        """Write a file, atomically: `.pdf` or `.html` of all sheets, `.png` or `.svg` of one or the summary of several.
 
         Raises:
             ValueError: the suffix is another, or the format has no room for all sheets.
             OSError: the file cannot be written.
         """
-        suffix = check_picture(out, len(self.sheets))
+        summary = self.sheets[0].summary
+        suffix = check_picture(out, len(self.sheets) - summary, summary=summary)
         content = self._html().encode() if suffix == ".html" else self._drawn(suffix)
         with replacing(out) as temporary:
             temporary.write_bytes(content)
@@ -83,12 +87,13 @@ class Picture:
         return buffer.getvalue()
 
 
-def check_picture(out: str | os.PathLike[str], sheets: int) -> str:
+def check_picture(out: str | os.PathLike[str], sheets: int, *, summary: bool = False) -> str:
     """Check that a file can hold a picture; return its suffix.
 
     Args:
         out: its name.
-        sheets: how many there are.
+        sheets: how many there are, without a summary.
+        summary: whether one comes before them, which can stand for all.
 
     Raises:
         SuffixError: (a ValueError) the suffix is of no picture, or of one that holds a single sheet.
@@ -97,7 +102,9 @@ def check_picture(out: str | os.PathLike[str], sheets: int) -> str:
     suffix = Path(out).suffix.lower()
     if suffix not in PICTURES:
         raise SuffixError(f"{os.fspath(out)}: must end in {one_of(PICTURES)}; got {suffix or 'no suffix'}")
-    if sheets > 1 and suffix in (".png", ".svg"):
+    if suffix in SINGLE and summary:
+        sheets = 1
+    if suffix in SINGLE and sheets > 1:
         raise SuffixError(
             f"{os.fspath(out)}: a {suffix[1:].upper()} holds one picture, there are {sheets}; use .html or .pdf"
         )

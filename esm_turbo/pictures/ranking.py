@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from esm_turbo.files.tabular import counted
-from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
+from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
 from esm_turbo.proteins.fasta import UNKNOWN
-from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
-from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+from esm_turbo.tasks.scoring.matrix import UNIT_NAMES
+from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
+from esm_turbo.tasks.scoring.score import CandidateScore
 
 _BEST = 20
 _PERPLEXITY = "pseudo-perplexity (lower is better)"
 _LIKELIHOOD = "mean log p (nats per residue, higher is better)"
 # Candidates of a heat map, and rows: more could not be read.
-_COLUMNS, _ROWS = 80, 60
+_COLUMNS, _ROWS = 100, 60
 
 
 def ranking_sheet(result: TargetResult, used: str) -> Sheet:
@@ -29,17 +30,20 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     arm = result.reference
     scores = result.scores[arm]
     if result.sort_by == "specificity":
-        values, label = _specificities(scores)
+        unit, found = scores.specificities()
+        values = np.array(found, dtype=np.float64)
+        label = f"specificity ({UNIT_NAMES[unit or 'nats']}, higher is better)"
         bars, bar_label = values, label
     else:
         values, label = np.array([one.mean_log_probability for one in scores.scores]), _LIKELIHOOD
         bars, bar_label = np.array(scores.pseudo_perplexities), _PERPLEXITY
     best = [index for index in result.ranking() if np.isfinite(values[index])][:_BEST]
-    names = [result.candidates[index].id for index in best]
+    names = [result.candidates[index].label for index in best]
+    hover = [_with_residues(result.candidates[index]) for index in best]
     values = values[np.isfinite(values)]
     layout: list[Sequence[Panel]] = [
         [
-            Bars(names, bars[best], bar_label, f"best {len(best)}, {arm}"),
+            Bars(names, bars[best], bar_label, f"best {len(best)}, {arm}", hover),
             _residues([scores.scores[index] for index in best], names),
         ]
     ]  # fmt: skip
@@ -57,38 +61,46 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     return Sheet(f"{target.id}: {size}", caption, layout, Table(result.columns(), list(result.rows())))
 
 
+def has_matrix(targets: int, candidates: int) -> bool:
+    """Whether so many of each are drawn as a heat map."""
+    return 2 <= targets <= _ROWS and candidates >= 2
+
+
 def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
-    """All targets against the candidates, by specificity where it is known; None of fewer than two of either."""
+    """All targets against the candidates, by the number that ranks; None of fewer than two of either."""
     whole = run.matrix()
-    if min(whole.values.shape) < 2 or len(whole.targets) > _ROWS:
+    if not has_matrix(*whole.values.shape):
         return None
     shown = whole.clustered(_COLUMNS)
     specific = whole.by == "specificity"
+    every = [one for result in run.results for one in result.candidates]
+    # A matrix names its columns by either.
+    known = {one.sequence: one for one in every} | {one.id: one for one in every}
+    own = [known[name] for name in shown.candidates]
     heat = Heatmap(
         shown.values,
         list(shown.targets),
-        list(shown.candidates),
-        "specificity (nats)" if specific else "mean log p (nats)",
+        [one.residues if name == one.sequence else one.label for name, one in zip(shown.candidates, own, strict=True)],
+        shown.label,
         "",
         "target",
         centred=specific,
-        names=[[f"{column} on {row}" for column in shown.candidates] for row in shown.targets],
+        names=[[f"{_with_residues(one)} on {row}, {shown.label}" for one in own] for row in shown.targets],
     )
     caption = f"{used}. Similar targets, and similar candidates, lie beside each other."
     if specific:
         caption += " Blue is more likely on this target than on the background, red less."
+    elif any(result.scores[result.reference].background is not None for result in run.results):
+        caption += " Sorted by specificity, it shows which candidates are more likely on one target than on others."
     if len(shown.candidates) < len(whole.candidates):
         caption += f" The {len(shown.candidates)} candidates of the highest values on any target are shown."
     title = f"{counted(len(whole.candidates), 'candidate')} on {counted(len(whole.targets), 'target')}"
-    return Sheet(title, caption, [[heat]], Table(whole.columns(), list(whole.rows())))
+    return Sheet(title, caption, [[heat]], Table(whole.columns(), list(whole.rows())), summary=True)
 
 
-def _specificities(scores: Scores) -> tuple[Array, str]:
-    """What candidates are ranked by, NaN where they have none, and its name with the unit."""
-    in_deviations = all(one.specificity_z is not None for one in scores.scores if one.background is not None)
-    found = [one.specificity_z if in_deviations else one.specificity for one in scores.scores]
-    unit = "standard deviations" if in_deviations else "nats per residue"
-    return np.array(found, dtype=np.float64), f"specificity ({unit}, higher is better)"
+def _with_residues(candidate: Candidate) -> str:
+    """What hovering shows of a candidate: its name, if it has one, and its residues."""
+    return f"{candidate.name} {candidate.sequence}" if candidate.name else candidate.sequence
 
 
 def _residues(scores: Sequence[CandidateScore], names: Sequence[str]) -> Heatmap:
@@ -118,6 +130,6 @@ def _agreement(result: TargetResult) -> list[Scatter]:
         shared = f"{100 * found.top_k_overlap:.0f} % of the best {found.top_k} shared"
         title = f"{arm} against {result.reference}\n{correlation}{shared}"
         x, y = (np.array([s.mean_log_probability for s in one.scores]) for one in (reference, result.scores[arm]))
-        panels.append(Scatter(x, y, names, f"mean log p, {result.reference} (nats)", f"mean log p, {arm} (nats)", title,
-                              diagonal=True))  # fmt: skip
+        x_label, y_label = (f"mean log p, {name} (nats per residue)" for name in (result.reference, arm))
+        panels.append(Scatter(x, y, names, x_label, y_label, title, diagonal=True))
     return panels

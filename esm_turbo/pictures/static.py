@@ -60,7 +60,7 @@ _CHARACTER = 0.078
 # Of a page of short tracks alone; and of a character of a position, and the space around it.
 _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
 # Columns of a heat map with upright names at most.
-_UPRIGHT = 80
+_UPRIGHT = 100
 # Characters of a name beside a bar or a row, of the title, and of a line of the caption.
 _NAME, _TITLE, _CAPTION = 30, 80, 170
 
@@ -394,7 +394,7 @@ def _column_names(panel: Heatmap) -> list[str]:
     """Names below the columns of a heat map, where these have no numbers and there is room."""
     if len(panel.columns) > _UPRIGHT or all(isinstance(column, int) for column in panel.columns):
         return []
-    return [_shortened(str(column), _NAME // 2) for column in panel.columns]
+    return [_shortened(str(column), _NAME) for column in panel.columns]
 
 
 def _heat_ticks(axes: Axes, panel: Heatmap) -> None:

@@ -29,7 +29,6 @@ from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.score import VariantScores
 from esm_turbo.tasks.variants.substitutions import has_indel, parse_variants, split_variant
 
-_SCORE = "score (nats)"
 # Variants of which each has a bar.
 _FEW = 20
 
@@ -139,7 +138,13 @@ def entropies(values: Array) -> Array:
     return np.where(np.isfinite(values).all(axis=0), bits, np.nan)
 
 
+def _unit(scores: VariantScores) -> str:
+    """Of the scores, which are means over residues if whole variants are scored."""
+    return "nats per residue" if scores.method == "pseudo_perplexity" else "nats"
+
+
 def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
+    unit = _unit(result.scores[result.reference])
     shown = shown_positions(scores[result.reference])
     sequence = "".join(result.wild_type.sequence[index] for index in shown)
     positions = [result.first_position + int(index) for index in shown]
@@ -156,14 +161,26 @@ def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
     ]
     tracks: list[Heatmap | Lines] = [
         Lines(
-            positions, {"mean effect": mean_effects(values, sequence)}, "position", "mean effect\n(nats)", filled=True
+            positions,
+            {"mean effect": mean_effects(values, sequence)},
+            "position",
+            f"mean effect\n({unit})",
+            filled=True,
         )
     ]
     if _has_entropy(result) and np.isfinite(entropies(values)).any():
         tracks.append(Lines(positions, {"entropy": entropies(values)}, "position", "entropy\n(bits)", limits=ENTROPY))
     tracks.append(
         Heatmap(
-            values, list(RESIDUE_ORDER), positions, _SCORE, "position", "mutant residue", True, names=names, dots=dots
+            values,
+            list(RESIDUE_ORDER),
+            positions,
+            f"score ({unit})",
+            "position",
+            "mutant residue",
+            True,
+            names=names,
+            dots=dots,
         )
     )
     others = [name for name in scores if name != "full"] if "full" in scores else []
@@ -172,17 +189,18 @@ def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
             f"{name} - full": mean_effects(np.abs(scores[name] - scores["full"]), sequence) for name in others
         }
         largest = float(np.nanmax([*differences.values(), np.full(len(positions), 1e-6)]))
-        tracks.append(Lines(positions, differences, "position", "|arm - full|\n(mean, nats)", limits=(0.0, largest)))
+        label = f"|arm - full|\n(mean, {unit})"
+        tracks.append(Lines(positions, differences, "position", label, limits=(0.0, largest)))
     return Tracks(tracks, positions, list(sequence))
 
 
 def _distribution(scores: VariantScores) -> Panel:
     """Variants that no map shows: each of a few, best first, or how many have which score."""
-    values = np.array(scores.values)
+    values, label = np.array(scores.values), f"score ({_unit(scores)})"
     if len(values) > _FEW:
-        return Histogram(values, _SCORE, noun="variants")
+        return Histogram(values, label, noun="variants")
     best = scores.ranking()
-    return Bars([scores.scores[index].variant for index in best], values[best], _SCORE)
+    return Bars([scores.scores[index].variant for index in best], values[best], label)
 
 
 def _pairs(result: ProteinVariants) -> tuple[list[int], Array]:
@@ -199,5 +217,5 @@ def _measured(result: ProteinVariants) -> list[Panel]:
         found = result.against_measured(arm)
         title = f"{arm}, {len(at):,} measured" + ("" if found is None else f", Spearman {found:.3f}")
         values = np.array(scores.values)[at]
-        panels.append(Scatter(measured, values, names, "measured fitness", _SCORE, title))
+        panels.append(Scatter(measured, values, names, "measured fitness", f"score ({_unit(scores)})", title))
     return panels

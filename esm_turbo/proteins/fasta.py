@@ -40,6 +40,9 @@ _WITHOUT_GAPS = str.maketrans("", "", GAPS)
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
 _FIRST_IN_HEADER = re.compile(r"(?:^|\s)first_position=(-?\d{1,9})(?=\s|$)", re.ASCII)
 _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
+# A line of a list of sequences, and the names of columns, which may consist of residues, too.
+_LISTED = re.compile(rf"[A-Za-z?*{re.escape(GAPS)}]+", re.ASCII)
+_COLUMN_NAMES = ("sequence", "binder")
 # `sp|P69905|HBA_HUMAN`: database, accession and entry name.
 _UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
 _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
@@ -181,6 +184,7 @@ def read_fasta(
     remove_gaps: bool = False,
     accessions: bool = False,
     chain_breaks: bool = False,
+    lists: bool = False,
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
@@ -194,6 +198,7 @@ def read_fasta(
         remove_gaps: As for `normalize_sequence`.
         accessions: Reduce identifiers of UniProt, such as `sp|P69905|HBA_HUMAN`, to their accession.
         chain_breaks: Keep `|`, which stands between chains; for models whose vocabulary has it.
+        lists: Accept a file named `.txt` that has no headers but one sequence per line, named `#1` and so on.
 
     Returns:
         The good and the bad records, each in the order of the file.
@@ -207,7 +212,7 @@ def read_fasta(
     good: list[ProteinRecord] = []
     bad: list[BadRecord] = []
     first_use: dict[str, int] = {}
-    for number, (title, raw) in enumerate(raw_records(path), start=1):
+    for number, (title, raw) in enumerate(raw_records(path, lists=lists), start=1):
         identifier, *rest = title.split(maxsplit=1) or [""]
         if accessions:
             identifier = next(iter(uniprot_parts(identifier)), identifier)
@@ -338,8 +343,12 @@ def _remedy(character: str, has_options: bool) -> str:
     return "correct or remove it"
 
 
-def raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+def raw_records(path: str | os.PathLike[str], *, lists: bool = False) -> Iterator[tuple[str, str]]:
     """Yield headers (without `>`) and raw sequences of a FASTA file or an alignment, plain or gzip.
+
+    Args:
+        path: the file.
+        lists: see `read_fasta`.
 
     Raises:
         FastaError: the whole file cannot be used, see `read_fasta`.
@@ -352,7 +361,10 @@ def raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         # Windows would report a folder as a missing permission.
         if Path(path).is_dir():
             raise IsADirectoryError(path)
-        yield from parse(_checked_lines(text_lines(path), comments=is_alignment(path), table=is_table(path)))
+        lines = text_lines(path)
+        if lists and os.fspath(path).lower().removesuffix(".gz").endswith(".txt"):
+            lines = _with_headers(lines)
+        yield from parse(_checked_lines(lines, comments=is_alignment(path), table=is_table(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
     except (DamagedGzipError, _Rejected) as error:
@@ -377,6 +389,26 @@ def _is_sequence(text: str) -> bool:
 def is_alignment(path: str | os.PathLike[str]) -> bool:
     """True if a file is an alignment by its name: `.a3m` or `.a2m`."""
     return os.fspath(path).lower().removesuffix(".gz").endswith((".a3m", ".a2m"))
+
+
+def _with_headers(lines: Iterable[str]) -> Iterator[str]:
+    """Pass the lines of FASTA on, and give each line of a list of sequences a header; reject other text."""
+    count = 0
+    remaining = iter(lines)
+    for number, line in enumerate(remaining, start=1):
+        text = line.strip()
+        if not count and text.startswith(">"):
+            yield line
+            yield from remaining
+        elif text:
+            count += 1
+            if not _LISTED.fullmatch(text) or text.lower() in _COLUMN_NAMES:
+                raise _Rejected(
+                    f"line {number} is {_shown(text)}, not a sequence of residues; write one sequence per line and"
+                    " nothing else, or FASTA, or name a table .csv or .tsv"
+                )
+            yield f">#{count}\n"
+            yield f"{text}\n"
 
 
 def _checked_lines(lines: Iterable[str], comments: bool, table: bool) -> Iterator[str]:

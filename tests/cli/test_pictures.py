@@ -57,6 +57,16 @@ def test_what_cannot_be_drawn_is_refused_before_any_work(esm_shared, proteins, w
     assert [path.name for path in tmp_path.iterdir()] == ["two.fasta"]
 
 
+def test_a_png_of_several_targets_is_their_heat_map(esm_shared, proteins, write, tmp_path):
+    plot, peptides = tmp_path / "heat.png", write("peptides.txt", "GSW\nWTC\n")
+    made = esm_shared("score", proteins, peptides, "--plot", plot)
+    rest = "the heat map alone; .html and .pdf also show each of the 2 targets"
+    assert (made.code, made.err) == (0, f"esm-turbo: picture written to {plot}: {rest}\n")
+    # One candidate has no heat map.
+    refused = esm_shared("score", proteins, write("one.txt", "GSW\n"), "--plot", tmp_path / "one.png")
+    assert refused.code == 2 and "a PNG holds one picture, there are 2" in refused.error
+
+
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg", ".html"])
 def test_a_picture_is_drawn_again_in_its_place(esm_shared, write, tmp_path, suffix):
     one, plot = write("one.fasta", ">wt\nMKTAY\n"), tmp_path / f"map{suffix}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
 from esm_turbo.pictures import Picture, draw
 from esm_turbo.pictures.picture import MOST_SHEETS, check_picture
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.scoring.records import ScoringRun
 from esm_turbo.tasks.variants.records import VariantsRun
 
 
@@ -52,6 +55,18 @@ def test_a_pdf_has_a_page_for_each_protein(designs, tmp_path) -> None:
 def test_names_that_cannot_hold_a_picture(name: str, sheets: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_picture(name, sheets)
+
+
+def test_a_summary_stands_for_all_sheets_where_one_is_drawn(ranking, tmp_path) -> None:
+    picture = draw(ScoringRun([ranking, replace(ranking, target=ProteinRecord("other", "MKT"))]))
+    assert [sheet.summary for sheet in picture.sheets] == [True, False, False]
+    picture.save(tmp_path / "all.svg")
+    Picture(picture.sheets[:1]).save(tmp_path / "first.svg")
+    assert (tmp_path / "all.svg").read_bytes() == (tmp_path / "first.svg").read_bytes()
+    assert check_picture("map.png", MOST_SHEETS + 9, summary=True) == ".png"
+    assert check_picture("map.html", MOST_SHEETS, summary=True) == ".html"
+    with pytest.raises(ValueError, match="at most 50 proteins, there are 51"):
+        check_picture("map.html", MOST_SHEETS + 1, summary=True)
 
 
 def test_nothing_to_draw_and_missing_libraries(monkeypatch) -> None:

@@ -87,6 +87,42 @@ def test_all_targets_are_together_on_the_first_sheet(ranking) -> None:
     assert matrix_sheet(ScoringRun([few, replace(few, target=other.target)]), "") is None
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_heat_map_shows_what_ranks_by_names_or_residues(ranking, named: bool) -> None:
+    own = {
+        one.candidate: BackgroundFigures(-3.5, 0.5 + 0.1 * n, 9)
+        for n, one in enumerate(ranking.scores["full"].scores[:8])
+    }
+    scores = {"full": replace(ranking.scores["full"], scores=ranking.scores["full"].scores[:8])}
+    scores["full"] = scores["full"].with_background(own, "targets")
+    candidates = tuple(replace(one, id=f"p{n}" if named else f"#{n}") for n, one in enumerate(ranking.candidates[:8]))
+    result = replace(ranking, scores=scores, candidates=candidates, agreement={}, sort_by="specificity")
+    other = replace(result, target=ProteinRecord("other", "MKT"))
+    sheet = matrix_sheet(ScoringRun([result, other]), "")
+    [[heat]] = sheet.layout
+    assert heat.label == "specificity (standard deviations)" and heat.centred and sheet.summary
+    shown = {one.label: one for one in candidates}
+    assert set(heat.columns) == {one.id if named else one.sequence for one in candidates}
+    best = heat.columns[int(heat.values[0].argmax())]
+    assert shown[best] == candidates[result.ranking()[0]]
+    name = f"{shown[best].id} {shown[best].sequence}" if named else best
+    column = heat.columns.index(best)
+    assert heat.names[1][column] == f"{name} on {heat.rows[1]}, specificity (standard deviations)"
+    assert sheet.table.columns[:2] == ["target", "number"] and set(sheet.table.columns[2:]) == set(heat.columns)
+    (bars, _), *_ = ranking_sheet(result, "").layout
+    assert bars.names[0] == best and bars.hover[0] == name
+    # By likelihood, that is drawn, too.
+    likely = matrix_sheet(ScoringRun([replace(one, sort_by="likelihood") for one in (result, other)]), "")
+    [[heat]] = likely.layout
+    assert heat.label == "mean log p (nats per residue)" and "Sorted by specificity" in likely.caption
+
+
+def test_columns_of_repeated_names_are_told_apart(ranking) -> None:
+    result = replace(ranking, candidates=tuple(replace(one, id="p") for one in ranking.candidates))
+    [[heat]] = matrix_sheet(ScoringRun([result, replace(result, target=ProteinRecord("other", "MKT"))]), "").layout
+    assert set(heat.columns) == {one.sequence for one in result.candidates}
+
+
 def test_one_arm_has_nothing_to_agree_with(ranking) -> None:
     one = replace(ranking, scores={"full": ranking.scores["full"]}, agreement={})
     assert [len(row) for row in ranking_sheet(one, "").layout] == [2, 1]

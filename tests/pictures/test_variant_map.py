@@ -64,6 +64,21 @@ def test_a_sheet_has_tracks_of_the_protein_and_the_measurements(variants) -> Non
     assert sheet.table.columns[-1] == "measured" and len(sheet.table.rows) == len(variants.variants)
 
 
+@pytest.mark.parametrize(("method", "unit"), [("masked", "nats"), ("pseudo_perplexity", "nats per residue")])
+def test_scores_of_whole_variants_are_per_residue(variants, method: str, unit: str) -> None:
+    scores = {arm: replace(one, method=method) for arm, one in variants.scores.items()}
+    tracks, scatters = variant_sheet(replace(variants, scores=scores), "").layout
+    [heatmap] = [panel for panel in tracks.panels if isinstance(panel, Heatmap)]
+    labels = [panel.y_label for panel in tracks.panels if isinstance(panel, Lines) and "bits" not in panel.y_label]
+    assert labels == [f"mean effect\n({unit})", f"|arm - full|\n(mean, {unit})"]
+    assert {heatmap.label, *(panel.y_label for panel in scatters)} == {f"score ({unit})"}
+    several = [number for number, one in enumerate(variants.variants) if ":" in one.variant]
+    few = {"turbo": replace(scores["turbo"], scores=tuple(scores["turbo"].scores[number] for number in several))}
+    own = replace(variants, variants=tuple(MeasuredVariant(variants.variants[n].variant) for n in several), scores=few)
+    [[bars]] = variant_sheet(own, "").layout
+    assert bars.x_label == f"score ({unit})"
+
+
 def test_one_variant_and_no_measurement() -> None:
     names = ["K25R"]
     one = ProteinVariants(

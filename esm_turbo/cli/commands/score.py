@@ -77,8 +77,9 @@ def score(
     Args:
         targets: FASTA file, plain or gzip; or alone, a table of pairs, with the columns target (or as in PepMLM,
             Receptor Sequence or Input Sequence), which holds residues, and binder (or sequence).
-        candidates: FASTA file, or CSV or TSV file with a column sequence (or binder) and optional columns id and target
-            (identifier, accession or sequence; a candidate with a target is scored on that one only).
+        candidates: FASTA file, .txt file of one sequence per line, or CSV or TSV file with a column sequence (or
+            binder) and optional columns id and target (identifier, accession or sequence; a candidate with a target is
+            scored on that one only).
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
             compressed. By default turbo, or frozen if the model has no calibration.
         refresh: Residues at the end of the target that are recomputed with every candidate.
@@ -87,8 +88,8 @@ def score(
             printed.
         top_k: Number of top candidates used to compare arms.
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the candidates.
-        matrix: CSV, TSV or Parquet file to write a row per target and a column per candidate to: mean log-probability,
-            or specificity if that ranks.
+        matrix: CSV, TSV or Parquet file to write a row per target and a column per candidate to, of the number
+            that ranks, which the column number names with its unit.
     """
     check_options(arm, refresh, top, toks_per_batch, top_k=top_k, rescore=screen.rescore)
     if screen.rescore is not None and (parallel.shard is not None or "full" in (arm or ())):
@@ -99,6 +100,7 @@ def score(
     spread = Spread.of(parallel, model, backend=backend)
     decoys = None if screen.background in get_args(Background) else screen.background
     sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, decoys])
+    from esm_turbo.pictures.ranking import has_matrix
     from esm_turbo.tasks.common.run_info import run_metadata
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
     from esm_turbo.tasks.scoring.screens import compare, rescore, score_in, shared_candidates, sort
@@ -126,7 +128,7 @@ def score(
             "--sort-by specificity: no candidate has several targets, so that none is compared with anything; give"
             " --background alone, decoys or a FASTA file"
         )
-    check_plot(plot, len(good))
+    check_plot(plot, len(good), summary=has_matrix(len(good), len({one.sequence for one in read})))
     turbo = spread.load()
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
@@ -166,7 +168,7 @@ def score(
                 rescore(run, screen.rescore, again)
         write_results(run, used, settings | chosen, sharding, good, compares_targets=compares and not contexts)
     if matrix is not None and run.results:
-        save(partial(run.matrix(screen.sort_by).write, metadata=run_metadata(used, settings | chosen)), matrix)
+        save(partial(run.matrix().write, metadata=run_metadata(used, settings | chosen)), matrix)
         say(f"matrix written to {matrix}")
     bad = [(targets, bad_targets), (candidates, bad_candidates)]
     return conclude(run, used, sharding, bad, score_report(run, top), "score", plot=plot, json=json)

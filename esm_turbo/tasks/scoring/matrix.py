@@ -15,7 +15,13 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.options import SortBy
-from esm_turbo.tasks.scoring.score import Scores
+from esm_turbo.tasks.scoring.score import Scores, specificities
+
+UNIT_NAMES = {"nats": "nats per residue", "s.d.": "standard deviations"}
+"""Units of log-likelihoods and specificities, in full."""
+
+# Columns before those of the candidates.
+_HEAD = ("target", "number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +31,16 @@ class ScoreMatrix(Tabular):
     Attributes:
         targets: their names, one per row.
         candidates: their names, one per column; residues where names are missing or not unique.
-        values: float64 [targets, candidates], nats per residue, higher is better; NaN where a candidate was not scored.
+        values: float64 [targets, candidates], in `unit`, higher is better; NaN where a candidate was not scored.
         by: `likelihood`, mean log-probability, or `specificity`.
+        unit: `nats`, per residue, or `s.d.`, standard deviations of the background.
     """
 
     targets: tuple[str, ...]
     candidates: tuple[str, ...]
     values: npt.NDArray[np.float64]
     by: SortBy
+    unit: str = "nats"
 
     @classmethod
     def of(
@@ -43,7 +51,8 @@ class ScoreMatrix(Tabular):
         Args:
             scores: targets with their scores.
             names: of candidates, by their residues; None for none.
-            by: the number; None is `specificity` where there is a background.
+            by: the number; None is `specificity` where there is a background. It is in standard deviations if all
+                candidates on all targets have it in them, see `specificities`.
 
         Raises:
             ValueError: `by` is neither, or is `specificity` without a background.
@@ -52,32 +61,39 @@ class ScoreMatrix(Tabular):
         number = check_choice("by", by or ("specificity" if compared else "likelihood"), get_args(SortBy))
         if number == "specificity" and not compared:
             raise ValueError("`by` 'specificity' needs scores with a `background`")
-        columns: dict[str, int] = {}
-        cells: list[tuple[int, int, float]] = []
-        for row, (_, own) in enumerate(scores):
-            for one in own.scores:
-                value = one.mean_log_probability if number == "likelihood" else one.specificity
-                cells.append((row, columns.setdefault(one.candidate, len(columns)), np.nan if value is None else value))
+        every = [one for _, own in scores for one in own.scores]
+        if number == "specificity":
+            unit, found = specificities(every)
+        else:
+            unit, found = "nats", [one.mean_log_probability for one in every]
+        columns = {sequence: index for index, sequence in enumerate(dict.fromkeys(one.candidate for one in every))}
+        rows = (row for row, (_, own) in enumerate(scores) for _ in own.scores)
         values = np.full((len(scores), len(columns)), np.nan)
-        for row, column, value in cells:
-            values[row, column] = value
+        for row, one, value in zip(rows, every, found, strict=True):
+            values[row, columns[one.candidate]] = np.nan if value is None else value
         known = names or {}
         labels = [known.get(sequence, sequence) for sequence in columns]
-        if len({*labels, "target"}) <= len(labels):
+        if len({*labels, *_HEAD}) < len(labels) + len(_HEAD):
             labels = list(columns)
-        return cls(tuple(name for name, _ in scores), tuple(labels), values, number)
+        return cls(tuple(name for name, _ in scores), tuple(labels), values, number, unit)
 
     def __repr__(self) -> str:
         return named(self, counted(len(self.targets), "target"), counted(len(self.candidates), "candidate"), by=self.by)
 
+    @property
+    def label(self) -> str:
+        """What the values are, with the unit."""
+        name = "specificity" if self.by == "specificity" else "mean log p"
+        return f"{name} ({UNIT_NAMES[self.unit]})"
+
     def columns(self) -> list[str]:
-        """`target`, and the candidates."""
-        return ["target", *self.candidates]
+        """`target`, `number`, which is `label` in every row, and the candidates."""
+        return [*_HEAD, *self.candidates]
 
     def rows(self) -> Iterator[list[object]]:
-        """Per target its name and values; None where there is none."""
+        """Per target its name, what the values are, and the values; None where there is none."""
         for name, own in zip(self.targets, self.values.tolist(), strict=True):
-            yield [name, *(None if np.isnan(value) else value for value in own)]
+            yield [name, self.label, *(None if np.isnan(value) else value for value in own)]
 
     def write(self, out: str | os.PathLike[str] | TextIO, metadata: Mapping[str, Any] | None = None) -> None:
         """Write `rows` to a CSV, TSV or Parquet file, atomically, or as CSV to an open file."""
@@ -98,6 +114,7 @@ class ScoreMatrix(Tabular):
             tuple(self.candidates[kept[column]] for column in columns),
             values[np.ix_(rows, columns)],
             self.by,
+            self.unit,
         )
 
 

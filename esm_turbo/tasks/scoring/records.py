@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
@@ -46,6 +47,10 @@ COLUMN_TYPES: Mapping[str, type[int] | type[float]] = {
 }
 """Columns that hold numbers."""
 
+# Identifiers of candidates whose file gives none.
+_NUMBERED = re.compile(r"#\d+", re.ASCII)
+# Residues of a candidate that a label shows.
+_LABEL = 24
 # Another name of the column `sequence`.
 _ALIAS = "binder"
 _NOT_FINITE = "its score is not finite; try --dtype float32"
@@ -69,6 +74,23 @@ class Candidate:
     sequence: str
     target: str | None = None
     columns: Mapping[str, str] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Its identifier; None if the file gives none."""
+        return None if _NUMBERED.fullmatch(self.id) else self.id
+
+    @property
+    def label(self) -> str:
+        """A short text to show it by: its name, or else its `residues`."""
+        return self.name or self.residues
+
+    @property
+    def residues(self) -> str:
+        """Its sequence, or of a long one both ends and the identifier."""
+        if len(self.sequence) <= _LABEL:
+            return self.sequence
+        return f"{self.sequence[:10]}...{self.sequence[-5:]} {self.id}"
 
 
 @dataclass(frozen=True)
@@ -193,9 +215,10 @@ class ScoringRun(RecordRun[TargetResult]):
     types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
-        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`."""
-        names = {one.sequence: one.id for result in self.results for one in result.candidates}
-        return ScoreMatrix.of([(one.target.id, one.scores[one.reference]) for one in self.results], names, by)
+        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`; None is the number that ranks."""
+        names = {one.sequence: one.name or one.sequence for result in self.results for one in result.candidates}
+        number = by or next((one.sort_by for one in self.results), None)
+        return ScoreMatrix.of([(one.target.id, one.scores[one.reference]) for one in self.results], names, number)
 
 
 def read_candidates(
@@ -206,11 +229,11 @@ def read_candidates(
     remove_gaps: bool = False,
     accessions: bool = False,
 ) -> tuple[list[Candidate], list[BadRecord]]:
-    """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV or TSV file.
+    """Read candidates from a FASTA file, a list, or the columns `sequence`, `id` and `target` of a CSV or TSV file.
 
     Args:
-        path: the file. A table needs only the column `sequence`, or `binder`; `target` names the target of a candidate
-            by identifier, UniProt accession or sequence.
+        path: the file. A list ends in `.txt` and has one sequence per line. A table needs only the column `sequence`,
+            or `binder`; `target` names the target of a candidate by identifier, UniProt accession or sequence.
         targets: the targets that candidates may name; None leaves these names unread.
         unknown: see `normalize_sequence`, as is `remove_gaps`.
 
@@ -222,12 +245,12 @@ def read_candidates(
     """
     if not is_table(path):
         try:
-            records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions)
+            records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions, lists=True)
         except FastaError as error:
             reason = error.problems[0].reason
             if not reason.endswith(ADD_HEADERS):
                 raise
-            reason += ", or write 'sequence' above them in a file that ends in .csv"
+            reason += ", or give the file a name that ends in .txt"
             raise FastaError(error.path, [BadRecord("", reason)]) from None
         return [Candidate(record.id, record.sequence) for record in records], bad
     proteins = None if targets is None else ProteinIndex(targets, "target")

@@ -54,7 +54,8 @@ def test_a_matrix_is_written_and_decoys_say_what_they_cost(esm_shared, targets, 
     assert f"1 decoy, at a cost of {1 / len(TARGETS):.2f} times the pairs" in err
     rows = rows_of(matrix)
     assert [row["target"] for row in rows] == list(TARGETS)
-    assert list(rows[0])[1:] == list(CANDIDATES)
+    assert list(rows[0]) == ["target", "number", *CANDIDATES]
+    assert {row["number"] for row in rows} == {"mean log p (nats per residue)"}
 
 
 @pytest.mark.parametrize("background", ["alone", "decoys.fasta"])

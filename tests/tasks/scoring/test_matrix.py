@@ -28,15 +28,17 @@ def scores(values: dict[str, float], background: bool = False) -> Scores:
 def test_rows_are_targets_and_columns_candidates(tmp_path: Path) -> None:
     pairs = [("a", scores({"KR": -1.0, "W": -2.0})), ("b", scores({"W": -4.0, "P": -0.5}))]
     matrix = ScoreMatrix.of(pairs, {"KR": "first", "W": "second", "P": "third"})
-    assert matrix.columns() == ["target", "first", "second", "third"] and matrix.by == "likelihood"
-    assert list(matrix.rows()) == [["a", -1.0, -2.0, None], ["b", None, -4.0, -0.5]]
+    assert matrix.columns() == ["target", "number", "first", "second", "third"] and matrix.by == "likelihood"
+    expected = [("a", [-1.0, -2.0, None]), ("b", [None, -4.0, -0.5])]
+    assert list(matrix.rows()) == [[name, "mean log p (nats per residue)", *own] for name, own in expected]
     assert matrix.to_frame().set_index("target").loc["b", "third"] == -0.5
     matrix.write(tmp_path / "m.csv")
     with open(tmp_path / "m.csv") as file:
         assert [row["first"] for row in csv.DictReader(file)] == ["-1.0", ""]
     # Names that are not unique are of no use.
     assert ScoreMatrix.of(pairs, {"KR": "x", "W": "x"}).candidates == ("KR", "W", "P")
-    assert ScoreMatrix.of(pairs, {"KR": "target"}).candidates == ("KR", "W", "P")
+    for column in ("target", "number"):
+        assert ScoreMatrix.of(pairs, {"KR": column}).candidates == ("KR", "W", "P")
     with pytest.raises(ValueError, match="'specificity' needs scores with a `background`"):
         ScoreMatrix.of(pairs, by="specificity")
 
@@ -45,6 +47,24 @@ def test_specificity_is_shown_where_it_is_known() -> None:
     pairs = [("a", scores({"KR": -1.0}, background=True))]
     assert ScoreMatrix.of(pairs).values.tolist() == [[2.0]]
     assert ScoreMatrix.of(pairs, by="likelihood").values.tolist() == [[-1.0]]
+
+
+@pytest.mark.parametrize(("contexts", "unit"), [((9, 9), "s.d."), ((9, 4), "nats"), ((4, 4), "nats")])
+def test_the_number_that_ranks_is_in_the_cells_with_its_unit(contexts: tuple[int, int], unit: str) -> None:
+    pairs = []
+    for name, count in zip("ab", contexts, strict=True):
+        # By nats KR is best, by standard deviations W.
+        figures = {"KR": BackgroundFigures(-3.0, 2.0, count), "W": BackgroundFigures(-3.5, 0.5, count)}
+        pairs.append((name, scores({"KR": -1.0, "W": -2.0}).with_background(figures, "targets")))
+    matrix = ScoreMatrix.of(pairs)
+    assert matrix.unit == unit
+    assert matrix.values.tolist() == ([[1.0, 3.0]] * 2 if unit == "s.d." else [[2.0, 1.5]] * 2)
+    name = "standard deviations" if unit == "s.d." else "nats per residue"
+    assert {row[1] for row in matrix.rows()} == {matrix.label} == {f"specificity ({name})"}
+    assert matrix.clustered().unit == unit
+    if len(set(contexts)) == 1:
+        best = [own.ranking("specificity")[0] for _, own in pairs]
+        assert matrix.values.argmax(axis=1).tolist() == best
 
 
 @given(st.lists(st.lists(st.floats(-5, 0) | st.just(math.nan), min_size=4, max_size=4), min_size=1, max_size=6))

@@ -44,9 +44,9 @@ def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
 
 
 def test_a_list_of_candidates_is_told_what_it_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "candidates.txt"
+    path = tmp_path / "candidates.fasta"
     path.write_text("ACDEF\nWTC\n")
-    with pytest.raises(FastaError, match="put one before each sequence, or write 'sequence' above them in a file"):
+    with pytest.raises(FastaError, match=r"put one before each sequence, or give the file a name that ends in \.txt$"):
         read_candidates(path, TARGETS)
     path.write_text("sequence\nACDEF\nWTC\n")
     good, bad = read_candidates(path.rename(path.with_suffix(".csv")), TARGETS)
@@ -54,6 +54,51 @@ def test_a_list_of_candidates_is_told_what_it_lacks(tmp_path: Path) -> None:
     path.write_text("a note\n")
     with pytest.raises(FastaError, match=r"give protein sequences in FASTA format$"):
         read_candidates(path, TARGETS)
+
+
+def test_a_list_has_one_sequence_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.TXT"
+    path.write_bytes(b"\xef\xbb\xbfacdef\r\n\r\n  WTC*\r\nACDJ\r\nA-C\r\nACDEF")
+    good, bad = read_candidates(path, TARGETS)
+    assert good == [Candidate("#1", "ACDEF"), Candidate("#2", "WTC"), Candidate("#5", "ACDEF")]
+    assert [(one.record, one.reason[:17]) for one in bad] == [("#3", "position 4 is 'J'"), ("#4", "position 2 is '-'")]
+    good, bad = read_candidates(path, TARGETS, unknown="X", remove_gaps=True)
+    assert [one.sequence for one in good] == ["ACDEF", "WTC", "ACDX", "AC", "ACDEF"] and not bad
+    # The ending alone makes no list.
+    path.write_text("\n>a\nACD\nEFG\n")
+    assert read_candidates(path, TARGETS)[0] == [Candidate("a", "ACDEFG")]
+    path.write_text("\n")
+    with pytest.raises(FastaError, match="is empty"):
+        read_candidates(path, TARGETS)
+
+
+@pytest.mark.parametrize("line", ["ACD EFG", "pep1,ACDEF", "WTC\t0.5", ">a", "ACD1", "Ä"])
+def test_a_list_with_anything_else_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "candidates.txt"
+    path.write_text(f"ACDEF\n\n{line}\nWTC\n", encoding="utf-8")
+    with pytest.raises(FastaError, match="line 3 is ") as caught:
+        read_candidates(path, TARGETS)
+    assert repr(line) in str(caught.value) and "one sequence per line" in str(caught.value)
+
+
+@pytest.mark.parametrize("head", ["sequence", "Binder"])
+def test_a_list_does_not_begin_with_the_name_of_a_column(tmp_path: Path, head: str) -> None:
+    path = tmp_path / "candidates.txt"
+    path.write_text(f"{head}\nACDEF\n")
+    with pytest.raises(FastaError, match=f"line 1 is '{head}', not a sequence of residues"):
+        read_candidates(path, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "label"),
+    [
+        (Candidate("pep 1", "ACDEF"), "pep 1"),
+        (Candidate("#1", "A" * 24), "A" * 24),
+        (Candidate("#12", "ACDEFGHIKL" + "W" * 20), "ACDEFGHIKL...WWWWW #12"),
+    ],
+)
+def test_candidates_without_identifiers_are_shown_by_their_residues(candidate: Candidate, label: str) -> None:
+    assert candidate.label == label
 
 
 def test_a_space_inside_a_candidate_is_refused(tmp_path: Path) -> None:
