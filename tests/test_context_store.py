@@ -34,8 +34,8 @@ from esm_turbo.store.partitions import FORMAT_VERSION
 from esm_turbo.store.requests import context_requests
 from esm_turbo.store.usage import USAGE_FILE
 from esm_turbo.tasks.common.forwards import prefill_ids
+from tests.helpers.killed_runs import killed_runs
 
-DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "ACDEFGHIKLMNPQRSTVWY" * 2]
 
 
@@ -541,17 +541,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, wri
         for number, when in ends
     ]  # fmt: skip
     last = jobs[-1] | {"kill_at": len(writes) + 1, "out": str(tmp_path / "last")}
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps([*jobs, last]))
-    done = subprocess.run(
-        [sys.executable, DRIVER, tiny_folder, path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * len(jobs) + [0]
+    assert killed_runs(tiny_folder, [*jobs, last], tmp_path) == [-signal.SIGKILL] * len(jobs) + [0]
     found_again = 0
     for job, (number, when) in zip(jobs, ends, strict=True):
         prefilled.clear()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,21 @@ def _write(run: scoring.ScoringRun | variants.VariantsRun, job: dict[str, Any], 
 
 
 JOBS = {"embed": run_embed, "store": run_store, "score": run_score, "variants": run_variants}
+
+
+def killed_runs(model: str | Path, jobs: Sequence[dict[str, Any]], folder: Path) -> list[int]:
+    """Run jobs, of which each is killed at its write, and return their exit codes."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, __file__, model, path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
 
 
 def main() -> None:

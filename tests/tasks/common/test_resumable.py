@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from esm_turbo.assets import EMBEDDED_MODEL
+from tests.helpers.killed_runs import killed_runs
 
-DRIVER = Path(__file__).parents[2] / "helpers" / "killed_runs.py"
 RECORDS = [("one", "MKTAYIAKQ"), ("two", "GSW"), ("three", "ACDEFGHIK")]
 # A result per record, and the table.
 WRITES = len(RECORDS) + 1
-
-
-def run_all(jobs: list[dict[str, object]], folder: Path) -> list[int]:
-    """Run jobs one after the other, each in a process of its own, and return their exit codes."""
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs), encoding="utf-8")
-    found = subprocess.run(
-        [sys.executable, str(DRIVER), str(EMBEDDED_MODEL), str(path)], capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    return [int(line) for line in found.stdout.split()]
 
 
 @pytest.mark.parametrize("command", ["score", "variants"])
@@ -37,7 +23,7 @@ def test_a_screen_killed_at_any_write_is_resumed(command: str, tmp_path: Path) -
         for n, when in moments
     ]
     whole = killed[0] | {"kill_at": 0, "out": str(tmp_path / "whole.csv")}
-    codes = run_all([whole, *killed, *(job | {"kill_at": 0} for job in killed)], tmp_path)
+    codes = killed_runs(EMBEDDED_MODEL, [whole, *killed, *(job | {"kill_at": 0} for job in killed)], tmp_path)
     assert codes == [0, *[-signal.SIGKILL] * len(killed), *[0] * len(killed)]
     for number, when in moments:
         out = tmp_path / f"{number}-{when}.csv"

@@ -1,7 +1,6 @@
 """Embedding records: runs that are killed and resumed, full disks, concurrent writers, and records that fail."""
 
 import copy
-import json
 import os
 import signal
 import subprocess
@@ -34,23 +33,7 @@ from tests.helpers.embedding_files import (
     index_rows,
     proteins,
 )
-
-DRIVER = Path(__file__).parents[2] / "helpers" / "killed_runs.py"
-
-
-def killed_runs(model, jobs, tmp_path):
-    """Run the driver, which kills a run at each job's write, and return the exit codes."""
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, DRIVER, model, path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
+from tests.helpers.killed_runs import killed_runs
 
 
 @pytest.mark.slow
