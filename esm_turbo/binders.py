@@ -23,7 +23,7 @@ from esm_turbo.tasks.generation.generate import GenerationOptions, generate_batc
 from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.generation.sampling import row_seeds
 from esm_turbo.tasks.scoring.pairs import check_ranking, score
-from esm_turbo.tasks.scoring.score import RESCORED_COLUMNS, SPECIFICITY_COLUMNS, CandidateScore, Scores
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -97,8 +97,7 @@ class Binders(Tabular):
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
         figures = ["pseudo_perplexity", "pseudo_log_likelihood", *self._more(SPECIFICITY_COLUMNS)]
-        exact = () if self.scores.rescored is None else RESCORED_COLUMNS
-        return ["rank", "binder", *figures, "mean_log_prob", "seed", *exact]
+        return ["rank", "binder", *figures, "mean_log_prob", "seed", *self.scores.rescored_columns()]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per peptide its rank, residues, score, what it was drawn with, and what it was scored again with."""

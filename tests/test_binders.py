@@ -134,7 +134,11 @@ def test_the_best_are_scored_again(turbo: TurboEsm, sort_by: str) -> None:
     assert rows["full_pseudo_perplexity"].notna().tolist() == [True] * 3 + [False] * (len(found.binders) - 3)
     exact = turbo.score(TARGET, [one.sequence for one in found.binders[:3]], arm="full").pseudo_perplexities
     assert rows["full_pseudo_perplexity"][:3].tolist() == pytest.approx(exact, rel=1e-4)
-    assert sorted(rows["full_rank"][:3]) == [1, 2, 3]
+    backgrounds = [one.score.background for one in found.binders[:3]]
+    specificities = [-math.log(value) - own.mean for value, own in zip(exact, backgrounds, strict=True)]
+    assert rows["full_specificity"][:3].tolist() == pytest.approx(specificities, abs=1e-3)
+    by = rows["full_specificity"][:3] if sort_by == "specificity" else -rows["full_pseudo_perplexity"][:3]
+    assert rows["full_rank"][:3].tolist() == by.rank(ascending=False).tolist()
     assert found.to_dict()["binders"][0]["full_pseudo_perplexity"] == rows["full_pseudo_perplexity"][0]
     assert "full_rank" not in plain.columns()
 

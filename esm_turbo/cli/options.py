@@ -120,7 +120,8 @@ class ScreenOptions:
         int | None,
         Parameter(
             help="Number of candidates per target, the best, whose likelihood is computed again exactly, by the arm"
-            " full. Their specificity stays that of the fast arm; --arm full computes it exactly."
+            " full. Their full_specificity is exact on the target, not in the background; --arm full computes both"
+            " exactly."
         ),
     ] = None
     unknown_residues: Annotated[

@@ -30,13 +30,12 @@ _UNITS = {
 }
 _APPROXIMATE = "compare ranks: single values are approximate"
 _HOW_EXACTLY = f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly"
+_BUT_THE_BEST = f"{_APPROXIMATE}, except those by full"
 # By the unit in which specificity ranks.
 _SPECIFICITIES = {
     "s.d.": "specificity, in standard deviations of the background",
     "nats": "specificity, in nats per residue",
 }
-# Columns of a candidate that was scored again.
-_EXACT = ("by full", "rank by full")
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -57,32 +56,44 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
             parts.append("--top 10 shows ten candidates of each target, also those that were scored again")
     if any(result.agreement for result in run.results):
         parts.append(_agreement_table(run.results, few))
-    exact = any(one.rescored or "full" in one.scores for one in run.results)
-    return parts if exact or not parts or not run.results else [*parts, _HOW_EXACTLY]
+    if not parts or not run.results or "full" in run.results[0].scores:
+        return parts
+    return [*parts, _how_exact([one.scores[one.reference] for one in run.results])]
 
 
 def binders_report(found: Mapping[str, Binders], top: int) -> list[object]:
     """The best peptides of every target, by its name."""
     parts: list[object] = [_binders_table(target, one, top) for target, one in found.items() if top]
-    exact = any(one.scores.rescored or one.arm == "full" for one in found.values())
-    return parts if exact or not parts else [*parts, _HOW_EXACTLY]
+    if not parts or any(one.arm == "full" for one in found.values()):
+        return parts
+    return [*parts, _how_exact([one.scores for one in found.values()])]
+
+
+def _how_exact(scores: Sequence[Scores]) -> str:
+    """Which of the values shown are approximate."""
+    again = [one for one in scores if one.rescored]
+    if not again:
+        return _HOW_EXACTLY
+    compared = again[0].background is not None
+    how = f"; specificity, full, is exact on the target, but its background is by {again[0].arm}"
+    return _BUT_THE_BEST + how * compared
 
 
 def _binders_table(target: str, found: Binders, top: int) -> Table:
     shown = found.binders[:top]
     unit, values = found.scores.specificities()
-    again = _rescored_cells(found.scores, found.sort_by)
+    titles, again = _rescored(found.scores, found.sort_by)
     rows = []
     for index, one in enumerate(shown):
         figures = [f"{one.score.pseudo_perplexity:.3f}", *([_number(values[index])] if unit else [])]
-        rows.append([str(index + 1), one.sequence, *figures, str(one.seed), *again.get(index, [])])
+        rows.append([str(index + 1), one.sequence, *figures, str(one.seed), *again[index]])
     return text_table(
         target,
         [
             *("rank", "binder", "pseudo-perplexity"),
             *([f"specificity, {unit}"] if unit else []),
             "seed",
-            *(_EXACT if again else []),
+            *titles,
         ],
         rows,
         left=(0, 1),
@@ -171,14 +182,14 @@ def _target_table(result: TargetResult, top: int) -> Table:
     shown = result.ranking()[:top]
     reference = result.scores[result.reference]
     unit, specificities = reference.specificities()
-    again = _rescored_cells(reference, result.sort_by)
+    titles, again = _rescored(reference, result.sort_by)
     rows = []
     for rank, index in enumerate(shown, start=1):
         candidate = result.candidates[index]
         cells = [str(rank), candidate.id, _shortened(candidate.sequence), *_perplexities(result, index)]
         # The width of a terminal does not hold both.
         likelihood = f"{reference.scores[index].pseudo_log_likelihood:.2f}"
-        rows.append([*cells, _number(specificities[index]) if unit else likelihood, *again.get(index, [])])
+        rows.append([*cells, _number(specificities[index]) if unit else likelihood, *again[index]])
     rest = len(result.candidates) - len(shown)
     of_arm = f", {result.reference}" if len(result.scores) > 1 else ""
     return text_table(
@@ -187,7 +198,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
             *("rank", "candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
             f"specificity, {unit}" if unit else f"pseudo-log-lik.{of_arm}",
-            *(_EXACT if again else []),
+            *titles,
         ],
         rows,
         left=(0, 1, 2),
@@ -200,41 +211,48 @@ def _perplexities(result: TargetResult, index: int) -> list[str]:
     return [f"{scores.scores[index].pseudo_perplexity:.3f}" for scores in result.scores.values()]
 
 
-def _rescored_cells(scores: Scores, sort_by: SortBy) -> dict[int, list[str]]:
-    """Exact perplexity of every candidate that was scored again, its rank among these, and how far it moved."""
+def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str]]]:
+    """Columns of candidates that were scored again, and the cells of each candidate; none if no candidate was.
+
+    They are its exact figures, its rank among these candidates, and how far it moved.
+    """
     if not scores.rescored:
-        return {}
+        return [], [[]] * len(scores.scores)
+    unit, _ = scores.specificities()
+    titles = ["pseudo-perplexity, full", *(["specificity, full"] if unit else []), "rank by full"]
+    cells = [[""] * len(titles)] * len(scores.scores)
     exact = scores.rescored_cells(sort_by)
-    cells = {}
     for before, index in enumerate(scores.ranking(sort_by), start=1):
-        perplexity, rank = exact[index] or (None, None)
-        if perplexity is None or rank is None:
-            cells[index] = ["", ""]
-        else:
-            cells[index] = [f"{perplexity:.3f}", f"{rank}" + (f" ({before - rank:+d})" if before != rank else "")]
-    return cells
+        one = dict(zip(scores.rescored_columns(), exact[index], strict=True))
+        rank = one["full_rank"]
+        if rank is not None:
+            compared = [_number(one["full_specificity_z" if unit == "s.d." else "full_specificity"])] if unit else []
+            moved = f" ({before - rank:+d})" if before != rank else ""
+            cells[index] = [f"{one['full_pseudo_perplexity']:.3f}", *compared, f"{rank}{moved}"]
+    return titles, cells
 
 
 def _targets_summary(results: Sequence[TargetResult]) -> Table:
     """One row per target, with its best candidate."""
     rows = []
     unit, _ = results[0].scores[results[0].reference].specificities()
-    again = any(result.rescored for result in results)
-    for result in results[:_ROWS]:
+    exact = [_rescored(result.scores[result.reference], result.sort_by) for result in results[:_ROWS]]
+    titles = next((own for own, _ in exact if own), [])
+    for result, (_, again) in zip(results, exact, strict=False):
         best = result.ranking()[0]
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
         _, specificities = result.scores[result.reference].specificities()
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
-        exact = _rescored_cells(result.scores[result.reference], result.sort_by).get(best, ["", ""]) if again else []
-        rows.append([result.target.id, *counts, *cells, *([_number(specificities[best])] if unit else []), *exact])
+        compared = [_number(specificities[best])] if unit else []
+        rows.append([result.target.id, *counts, *cells, *compared, *(again[best] or [""] * len(titles))])
     return text_table(
         f"best candidates of {len(results):,} targets",
         [
             *("target", "residues", "candidates", "best candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
             *([f"specificity, {unit}"] if unit else []),
-            *(_EXACT if again else []),
+            *titles,
         ],
         rows,
         left=(0, 3, 4),

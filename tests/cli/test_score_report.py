@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+import pytest
 from rich.console import Console
 
 from esm_turbo import TurboEsm
 from esm_turbo.cli.score_report import score_report, variants_report
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.scoring.records import Candidate, read_candidates, score_records
+from esm_turbo.tasks.scoring.score import CandidateScore
+from esm_turbo.tasks.scoring.specificity import BackgroundFigures
 from esm_turbo.tasks.variants.records import MeasuredVariant
 from esm_turbo.tasks.variants.records import score_records as score_variant_records
 
@@ -85,13 +88,33 @@ def test_a_summary_shows_the_exact_value_of_the_best_and_how_far_it_moved(turbo:
         result.scores["turbo"] = replace(scores, rescored={best: scores.scores[second], second: scores.scores[best]})
     report = score_report(run, None)
     lines = lines_of(report)
-    assert any("by full" in line and "rank by full" in line for line in lines)
+    assert any("pseudo-perplexity, full" in line and "rank by full" in line for line in lines)
     assert row(lines, "t0")[-2:] == ["", ""]
     for result in run.results[1:]:
         exact = result.rescored[result.ranking()[0]].pseudo_perplexity
         assert row(lines, result.target.id)[-2:] == [f"{exact:.3f}", "2 (-1)"]
     assert any(line.startswith("--top 10 shows ten candidates of each target") for line in lines)
-    assert not any("approximate" in line for line in lines)
+    assert lines[-1] == "compare ranks: single values are approximate, except those by full"
+
+
+@pytest.mark.parametrize(("contexts", "unit"), [(5, "s.d."), (4, "nats")])
+def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: int, unit: str) -> None:
+    candidates = [Candidate(name, name) for name in ("AC", "WT", "GSGS")]
+    run = score_records(turbo, TARGETS[:1], candidates, ("turbo",))
+    background = {one.id: BackgroundFigures(-3.0, 0.5, contexts) for one in candidates}
+    [result] = run.results
+    scores = result.scores["turbo"].with_background(background, "decoys")
+    last = scores.ranking("specificity")[-1]
+    residues = scores.scores[last].candidate
+    exact = replace(scores, scores=(CandidateScore(residues, (-2.0,) * len(residues)),))
+    result = replace(result, scores={"turbo": scores.with_exact([last], exact)}, sort_by="specificity")
+    run.results = [result]
+    lines = lines_of(score_report(run, None))
+    assert any(f"specificity, {unit}" in line and "specificity, full" in line for line in lines)
+    specificity = "2.0000" if unit == "s.d." else "1.0000"
+    assert row(lines, "3")[-3:] == ["7.389", specificity, "1 (+2)"]
+    assert row(lines, "1")[-3:] == ["", "", ""]
+    assert lines[-1].endswith("specificity, full, is exact on the target, but its background is by turbo")
 
 
 def test_summaries_are_bounded(turbo: TurboEsm) -> None:

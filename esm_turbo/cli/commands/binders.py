@@ -98,7 +98,7 @@ def binders(
             after no target (alone), on shipped proteins (decoys), or on those of a FASTA file.
         sort_by: Rank by likelihood, or by specificity, which needs a background.
         rescore: Number of peptides per target, the best, whose likelihood is computed again exactly, by the arm full.
-            Their specificity stays that of the fast arm; --arm full computes it exactly.
+            Their full_specificity is exact on the target, not in the background; --arm full computes both exactly.
         top: Number of peptides to print per target.
         out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
     """

@@ -30,7 +30,7 @@ from esm_turbo.tasks.common.records import parse_rows
 from esm_turbo.tasks.common.scoring_task import Scored, score_items
 from esm_turbo.tasks.scoring.matrix import ScoreMatrix
 from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs, warn_of_pairs
-from esm_turbo.tasks.scoring.score import RESCORED_COLUMNS, SPECIFICITY_COLUMNS, CandidateScore, Scores
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -43,6 +43,8 @@ COLUMN_TYPES: Mapping[str, type[int] | type[float]] = {
     "specificity": float,
     "specificity_z": float,
     "full_pseudo_perplexity": float,
+    "full_specificity": float,
+    "full_specificity_z": float,
     "full_rank": int,
 }
 """Columns that hold numbers."""
@@ -137,15 +139,10 @@ class TargetResult(RecordResult):
         """Scores of the best candidates by the arm `full`, by index; None if none were scored again."""
         return self.scores[self.reference].rescored
 
-    def rescored_ranks(self) -> dict[int, int]:
-        """Rank of every candidate that was scored again among these, from 1, by index."""
-        cells = self.scores[self.reference].rescored_cells(self.sort_by)
-        return {index: own[1] for index, own in enumerate(cells) if own and own[1] is not None}
-
     def columns(self) -> tuple[str, ...]:
         """`COLUMNS`, and those of a background and of candidates that were scored again, if there are any."""
-        compared = self.scores[self.reference].background is not None
-        return (*COLUMNS, *(SPECIFICITY_COLUMNS * compared), *(RESCORED_COLUMNS * (self.rescored is not None)))
+        scores = self.scores[self.reference]
+        return (*COLUMNS, *(SPECIFICITY_COLUMNS * (scores.background is not None)), *scores.rescored_columns())
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `columns`, best candidate first, one row per arm; None where a candidate has no such figure."""
@@ -175,15 +172,16 @@ class TargetResult(RecordResult):
             "sort_by": self.sort_by,
         }
         if self.rescored is not None:
-            ranks = self.rescored_ranks()
+            scores = self.scores[self.reference]
+            columns, exact = scores.rescored_columns(), scores.rescored_cells(self.sort_by)
             values["rescored"] = [
                 {
                     "id": self.candidates[index].id,
                     "sequence": one.candidate,
                     "rank": rank,
-                    "full_rank": ranks[index],
                     "pseudo_log_likelihood": one.pseudo_log_likelihood,
                     "pseudo_perplexity": one.pseudo_perplexity,
+                    **dict(zip(columns, exact[index], strict=True)),
                 }
                 for rank, index in enumerate(self.ranking(), start=1)
                 if (one := self.rescored.get(index)) is not None

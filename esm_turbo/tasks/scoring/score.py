@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
 SPECIFICITY_COLUMNS = ("specificity", "specificity_z")
-RESCORED_COLUMNS = ("full_pseudo_perplexity", "full_rank")
-"""Of candidates that were scored again by the arm `full`."""
 _FIELDS = ("model", "arm", "preset", "place", "refresh")
 
 
@@ -162,7 +160,7 @@ class Scores(ItemScores):
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
         more = () if self.background is None else SPECIFICITY_COLUMNS
-        return [*_COLUMNS, *more, *(() if self.rescored is None else RESCORED_COLUMNS)]
+        return [*_COLUMNS, *more, *self.rescored_columns()]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per candidate, in their order, its rank and figures; None where it has no such figure."""
@@ -173,21 +171,29 @@ class Scores(ItemScores):
             more = () if self.background is None else (one.specificity, one.specificity_z)
             yield one.candidate, ranks[index], *figures, *more, *exact[index]
 
-    def rescored_cells(self, by: SortBy = "likelihood") -> list[tuple[float | None, int | None] | tuple[()]]:
-        """For each candidate its perplexity by the arm `full`, and its rank among those scored again; or nothing.
+    def rescored_columns(self) -> list[str]:
+        """Names of the columns of `rescored_cells`; none if no candidates were to be scored again."""
+        if self.rescored is None:
+            return []
+        compared = () if self.background is None else SPECIFICITY_COLUMNS
+        return ["full_pseudo_perplexity", *(f"full_{name}" for name in compared), "full_rank"]
+
+    def rescored_cells(self, by: SortBy = "likelihood") -> list[tuple[float | None, ...]]:
+        """For each candidate its figures by the arm `full`, and its rank among those scored again; None for others.
+
+        Specificity compares the exact likelihood on the target with the background as this arm scored it.
 
         Args:
-            by: what ranks them.
+            by: what ranks them, in the unit of `ranking`.
         """
-        if self.rescored is None:
-            return [()] * len(self.scores)
-        chosen = sorted(self.rescored)
-        order = replace(self, scores=tuple(self.rescored[index] for index in chosen)).ranking(by)
-        ranks = {chosen[place]: rank for rank, place in enumerate(order, start=1)}
-        return [
-            (self.rescored[index].pseudo_perplexity, ranks[index]) if index in ranks else (None, None)
-            for index in range(len(self.scores))
-        ]
+        columns, again = self.rescored_columns(), self.rescored or {}
+        exact = replace(self, scores=tuple(again.get(index, one) for index, one in enumerate(self.scores)))
+        order = [index for index in exact.ranking(by) if index in again]
+        cells: list[tuple[float | None, ...]] = [(None,) * len(columns)] * len(self.scores)
+        for rank, index in enumerate(order, start=1):
+            figures = (getattr(again[index], name.removeprefix("full_")) for name in columns[:-1])
+            cells[index] = *figures, rank
+        return cells
 
     @property
     def pseudo_perplexities(self) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+from esm_turbo.tasks.scoring.specificity import BackgroundFigures
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK
 
@@ -242,6 +244,47 @@ def test_the_best_are_scored_again_exactly(turbo: TurboEsm) -> None:
         [(index, one)] = scores.rescored.items()
         assert index == scores.ranking("specificity")[0]
         assert one.background is not None and one.background == scores.scores[index].background
+
+
+def test_the_exact_specificity_is_against_the_background_as_it_was(turbo: TurboEsm) -> None:
+    decoys = ["GSWKDLAEPLLKRRV", "MVLSPADKTNVKAAW", "MKLLVDEFY", "HHHHGSGS", "PPWFYNPPWFY"]
+    options: dict[str, Any] = {"background": decoys, "sort_by": "specificity"}
+    found = turbo.score(TARGET, CANDIDATES, rescore=3, **options)
+    full = turbo.score(TARGET, CANDIDATES, arm="full")
+    best = found.ranking("specificity")[:3]
+    expected = {}
+    for index in best:
+        background = found.scores[index].background
+        assert background is not None
+        difference = full.scores[index].mean_log_probability - background.mean
+        expected[index] = (difference, difference / background.spread)
+    columns = ["full_pseudo_perplexity", "full_specificity", "full_specificity_z", "full_rank"]
+    frame = found.to_frame()
+    assert found.rescored_columns() == list(frame.columns[-4:]) == columns
+    for index, values in expected.items():
+        assert frame.loc[index, columns[1:3]].tolist() == pytest.approx(values, abs=1e-4)
+    assert frame["full_specificity"].notna().sum() == 3
+    order = sorted(best, key=lambda index: expected[index][1], reverse=True)
+    assert [found.rescored_cells("specificity")[index][-1] for index in order] == [1, 2, 3]
+
+
+def test_exact_ranks_are_in_the_unit_of_all_ranks() -> None:
+    def scores(*means: float) -> Scores:
+        own = [CandidateScore(letter, (mean,)) for letter, mean in zip("ACD", means, strict=False)]
+        return Scores(tuple(own), "frozen", "exact", "masked", 8, "m")
+
+    # The last has too few contexts for standard deviations, so that all are ranked in nats.
+    figures = {
+        "A": BackgroundFigures(-3.0, 0.1, 5),
+        "C": BackgroundFigures(-3.0, 1.0, 5),
+        "D": BackgroundFigures(-3.0, 1.0, 2),
+    }
+    found = scores(-2.5, -2.2, -2.9).with_background(figures, "decoys").with_exact([0, 1], scores(-2.6, -2.3))
+    assert found.specificities()[0] == "nats" and found.ranking("specificity") == [1, 0, 2]
+    cells = [dict(zip(found.rescored_columns(), one, strict=True)) for one in found.rescored_cells("specificity")]
+    assert [one["full_rank"] for one in cells] == [2, 1, None]
+    assert [one["full_specificity"] for one in cells] == [pytest.approx(0.4), pytest.approx(0.7), None]
+    assert [one["full_specificity_z"] for one in cells] == [pytest.approx(4), pytest.approx(0.7), None]
 
 
 def test_caches_that_do_not_suit(turbo: TurboEsm) -> None:
