@@ -35,6 +35,7 @@ from esm_turbo.serve.schemas import (
     VariantsRequest,
 )
 from esm_turbo.serve.service import Service
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
 
 _log = logging.getLogger("esm_turbo")
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -107,7 +108,8 @@ def router(service: Service) -> APIRouter:
             for index, one in enumerate(scores.scores):
                 row = {name: getattr(one, name) for name in _CANDIDATE} | {"rank": ranks[index]}
                 if body.background != "none":
-                    row |= {"specificity": one.specificity, "specificity_z": one.specificity_z}
+                    row |= {name: getattr(one, name) for name in SPECIFICITY_COLUMNS}
+                    row["background"] = None if one.background is None else one.background._asdict()
                 if body.log_probabilities:
                     row["log_probabilities"] = list(one.log_probabilities)
                 rows.append(row)

@@ -147,6 +147,14 @@ class ContextAnswer(BaseModel):
     run: Run
 
 
+class BackgroundAnswer(BaseModel):
+    """Log-likelihoods per residue of a candidate in the contexts of a background: `spread` is their s.d., nats."""
+
+    mean: float
+    spread: float
+    contexts: int
+
+
 class CandidateAnswer(BaseModel):
     """The score of a candidate; `log_probabilities` where asked for."""
 
@@ -157,6 +165,7 @@ class CandidateAnswer(BaseModel):
     mean_log_probability: float
     specificity: float | None = Field(None, description="With a background, nats per residue.")
     specificity_z: float | None = Field(None, description="The same in standard deviations of five contexts or more.")
+    background: BackgroundAnswer | None = Field(None, description="What specificity compares with.")
     log_probabilities: list[float] | None = None
 
 

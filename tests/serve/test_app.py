@@ -58,6 +58,7 @@ def test_specificity_is_that_of_the_library(client, context, turbo, background):
     for own, theirs in zip(answer["candidates"], expected.scores, strict=True):
         assert own["specificity"] == pytest.approx(theirs.specificity, abs=1e-4)
         assert (own["specificity_z"] is None) == (theirs.specificity_z is None) == (background == "alone")
+        assert own["background"] == pytest.approx(theirs.background._asdict(), abs=1e-4)
     plain = client.post(f"/v1/contexts/{context}/score", {"candidates": CANDIDATES}).json
     assert "specificity" not in plain["candidates"][0]
     refused = client.post(f"/v1/contexts/{context}/score", {"candidates": ["A", "XB"]})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import time
 
+import numpy as np
 import pytest
 
 from esm_turbo import TurboEsm
@@ -121,6 +123,11 @@ def test_a_protein_becomes_a_variant_map(page, turbo):
     assert [float(row["score"]) for row in rows] == pytest.approx(expected.values, abs=1e-3)
     page.find_element("id", "png-variants").click()
     assert downloaded(page, "variants.png").read_bytes().startswith(b"\x89PNG")
+    # The colours of the scale end before the scores do.
+    scale = page.find_element("id", "scale").text
+    ends = [float(end.split()[0]) for end in re.split("[≤≥]", scale)[1:]]
+    assert ends == [-ends[1], pytest.approx(np.quantile(np.abs(expected.values), 0.98), abs=0.06)]
+    assert f"scores from {lowest.score:.2f} to {highest.score:.2f}" in scale
     assert "esm2-mini" in page.find_element("css selector", "#result-variants .run").text
     assert errors(page) == []
 
@@ -141,6 +148,7 @@ def test_peptides_are_ranked(page, turbo):
     # Compared with nothing, there is no specificity to explain or to sort by.
     hidden = page.find_elements("css selector", "#result-ranking .specific")
     assert hidden and not any(one.is_displayed() for one in hidden)
+    assert page.find_element("id", "title-ranking").text == f"{len(peptides)} peptides, ranked by pseudo-perplexity"
     page.find_element("id", "csv-ranking").click()
     table = list(csv.DictReader(downloaded(page, "ranking.csv").open()))
     assert [row["candidate"] for row in table] == [row[1] for row in rows]
@@ -191,15 +199,68 @@ def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo)
     assert all(one.is_displayed() for one in page.find_elements("css selector", "#result-ranking .specific"))
     page.execute_script("arguments[0].value = '2'", page.find_element("id", "best"))
     page.find_element("id", "again").click()
-    wait(lambda: len(cells(page, "ranking")[0]) == 7)
-    assert [row[6] != "" for row in cells(page, "ranking")] == [True, True, False]
+    wait(lambda: len(cells(page, "ranking")[0]) == 8)
+    assert [row[7] != "" for row in cells(page, "ranking")] == [True, True, False]
     page.execute_script("arguments[0].value = '3'", page.find_element("id", "best"))
     page.find_element("id", "again").click()
-    wait(lambda: all(row[6] for row in cells(page, "ranking")))
+    wait(lambda: all(row[7] for row in cells(page, "ranking")))
     full = turbo.score("MKTAYIAKQRQ", peptides, refresh=11)
-    again = {row[1]: (float(row[5]), int(row[6])) for row in cells(page, "ranking")}
-    for rank, index in enumerate(full.ranking(), start=1):
-        assert again[peptides[index]] == (pytest.approx(full.scores[index].pseudo_perplexity, rel=1e-3), rank)
+    # By specificity: the likelihood is recomputed, its background stays.
+    specific = {
+        one.candidate: one.mean_log_probability - other.mean_log_probability
+        for one, other in zip(full.scores, found[1], strict=True)
+    }
+    ranks = {one: rank for rank, one in enumerate(sorted(specific, key=specific.__getitem__, reverse=True), start=1)}
+    perplexities = {one.candidate: one.pseudo_perplexity for one in full.scores}
+    for _, peptide, *_, perplexity, specificity, rank in cells(page, "ranking"):
+        assert float(perplexity) == pytest.approx(perplexities[peptide], rel=1e-3)
+        assert float(specificity) == pytest.approx(specific[peptide], abs=2e-3)
+        assert int(rank) == ranks[peptide]
+    (page.downloads / "ranking.csv").unlink(missing_ok=True)
+    page.find_element("id", "csv-ranking").click()
+    [columns, *table] = csv.reader(downloaded(page, "ranking.csv").open())
+    assert columns[-4:] == [
+        f"recomputed_{one}" for one in ("pseudo_perplexity", "specificity", "specificity_z", "rank")
+    ]
+    assert {row[2]: int(row[-1]) for row in table if row[0] == "first"} == ranks
+    # By likelihood.
+    page.find_element("css selector", "#sort option[value=mean_log_probability]").click()
+    order = [peptides[index] for index in full.ranking()]
+    assert {row[1]: int(row[6]) for row in cells(page, "ranking")} == {one: order.index(one) + 1 for one in order}
+
+
+def test_specificity_ranks_in_standard_deviations_where_all_peptides_have_them(page, turbo):
+    peptides = ["GSGSWKDLAE", "PLLKRR", "HHHH", "WTCAC", "DEFGH"]
+    rows = run(page, "ranking", "ranking", target=SECOND, peptides="\n".join(peptides), background="decoys")
+    expected = turbo.score(SECOND, peptides, background="all-decoys")
+    assert [row[1] for row in rows] == [peptides[index] for index in expected.ranking("specificity")]
+    page.execute_script("arguments[0].value = '5'", page.find_element("id", "best"))
+    page.find_element("id", "again").click()
+    wait(lambda: len(cells(page, "ranking")[0]) == 9)
+    full = turbo.score(SECOND, peptides, refresh=len(SECOND))
+    recomputed = expected.with_exact(range(5), full)
+    by_peptide = {
+        one.candidate: (one.specificity_z, rank)
+        for one, (*_, rank) in zip(recomputed.rescored.values(), recomputed.rescored_cells("specificity"), strict=True)
+    }
+    for _, peptide, *_, specificity, rank in cells(page, "ranking"):
+        assert (float(specificity), int(rank)) == (
+            pytest.approx(by_peptide[peptide][0], abs=0.02),
+            by_peptide[peptide][1],
+        )
+
+
+def test_several_targets_are_compared_with_each_other_unless_something_else_was_chosen(page):
+    page.find_element("id", "tab-ranking").click()
+    target, background = page.find_element("id", "target"), page.find_element("id", "background")
+    for text, expected in ((SECOND, "none"), (BOTH, "targets"), (">one\nMKT\n", "none")):
+        target.clear()
+        target.send_keys(text)
+        assert background.get_property("value") == expected
+    background.find_element("css selector", "option[value=alone]").click()
+    target.clear()
+    target.send_keys(BOTH)
+    assert background.get_property("value") == "alone"
 
 
 def test_proteins_are_embedded_and_designed(page, turbo):
@@ -220,10 +281,14 @@ def test_peptides_with_fixed_residues_are_designed_for_a_target_and_ranked(page,
     assert [row[1] for row in rows] == [one.sequence for one in made.binders]
     assert [float(row[4]) for row in rows] == pytest.approx([one.score.specificity_z for one in made.binders], abs=0.02)
     assert "standard deviations" in page.find_element("id", "ranked-design").text
+    titled = f"{len(rows)} different peptides for t ({len(SECOND)} residues), of 8 drawn"
+    assert page.find_element("id", "title-design").text == titled
     page.find_element("id", "fasta-design").click()
     assert downloaded(page, "designs.fasta").read_text().split("\n")[1] == made.binders[0].sequence
     rows = run(page, "design", "design", **fields | {"design-background": "none"})
     assert [len(row) for row in rows] == [3] * len(rows)
+    run(page, "design", "design", **fields | {"scaffold": SECOND})
+    assert page.find_element("id", "title-design").text == titled.replace("for t", "for the target")
     page.execute_script("arguments[0].value = 'G1P'", page.find_element("id", "template"))
     page.find_element("id", "run-design").click()
     wait(lambda: "templates are written as GX[KR]XXP" in page.find_element("id", "error-design").text)

@@ -10,13 +10,22 @@ const results = {};
 let model = "";
 let limits = { residues: 1022 };
 let readsHomologs = false;
+let comparisonChosen = false;
+// Of the only sequence of a text without headers.
+const UNNAMED = "protein";
+// What ranks peptides, by the figure.
+const RANKED_BY = {
+  mean_log_probability: "pseudo-perplexity",
+  specificity: "specificity",
+  specificity_z: "specificity, in standard deviations of the other contexts",
+};
 
 // Names and residues of the records of FASTA; of other text, which has no headers, of one.
 function records(text) {
   const found = [];
   for (const line of text.split("\n")) {
     if (line.startsWith(">")) found.push({ name: line.slice(1).trim().split(/\s/)[0] || `#${found.length + 1}`, sequence: "" });
-    else if (line.trim() && !found.length) found.push({ name: "protein", sequence: line });
+    else if (line.trim() && !found.length) found.push({ name: UNNAMED, sequence: line });
     else if (line.trim()) found.at(-1).sequence += line;
   }
   for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").toUpperCase();
@@ -149,8 +158,9 @@ function showVariants(answer) {
   }
   map.draw(answer.wild_type, first, scores);
   $("title-variants").textContent = `${answer.variants.length.toLocaleString("en")} substitutions of ${answer.wild_type.length} residues`;
+  const best = [...answer.variants].sort((a, b) => b.score - a.score);
   const limit = map.limit;
-  $("scale").replaceChildren(...[-1, -0.5, 0, 0.5, 1].map((share) => {
+  const boxes = [-1, -0.5, 0, 0.5, 1].map((share) => {
     const item = document.createElement("span");
     item.className = "muted";
     const box = document.createElement("canvas");
@@ -159,18 +169,36 @@ function showVariants(answer) {
     const pen = box.getContext("2d");
     pen.fillStyle = colour(share * limit, limit);
     pen.fillRect(0, 0, 12, 12);
-    item.append(box, ` ${(share * limit).toFixed(1)}`);
+    // The colours end where few scores are beyond.
+    item.append(box, ` ${{ "-1": "≤ ", 1: "≥ " }[share] ?? ""}${(share * limit).toFixed(1)}`);
     return item;
-  }));
-  const best = [...answer.variants].sort((a, b) => b.score - a.score).slice(0, 20);
-  fillTable($("table-variants"), [["variant", "sequence"], ["score (nats)", "number"]], best.map((one) => [one.variant, one.score.toFixed(3)]));
+  });
+  const range = document.createElement("span");
+  range.className = "muted";
+  range.textContent = `scores from ${fixed(best.at(-1).score, 2)} to ${fixed(best[0].score, 2)}`;
+  $("scale").replaceChildren(...boxes, range);
+  const rows = best.slice(0, 20).map((one) => [one.variant, one.score.toFixed(3)]);
+  fillTable($("table-variants"), [["variant", "sequence"], ["score (nats)", "number"]], rows);
 }
 
-// Candidates of an answer, best first by what the page sorts by; those without it come last.
-function ranked(answer) {
-  const by = answer.candidates.some((one) => one.specificity != null) ? $("sort").value : "mean_log_probability";
+// The figure that ranks candidates, as in the library: specificity is in standard deviations where all have it in them.
+function rankingFigure(candidates, sort) {
+  const compared = candidates.filter((one) => one.specificity != null);
+  if (sort !== "specificity" || !compared.length) return "mean_log_probability";
+  return compared.every((one) => one.specificity_z != null) ? "specificity_z" : "specificity";
+}
+
+// Candidates, best first by a figure; those without it come last.
+function bestFirst(candidates, by) {
   const value = (one) => one[by] ?? -Infinity;
-  return [...answer.candidates].sort((a, b) => (value(a) === value(b) ? a.rank - b.rank : value(b) - value(a)));
+  return [...candidates].sort((a, b) => (value(a) === value(b) ? a.rank - b.rank : value(b) - value(a)));
+}
+
+// Candidates of an answer, best first by what the page sorts by; those scored again get their rank among each other.
+function ranked({ candidates }) {
+  const by = rankingFigure(candidates, $("sort").value);
+  bestFirst(candidates.flatMap((one) => one.again ?? []), by).forEach((one, index) => { one.among = index + 1; });
+  return bestFirst(candidates, by);
 }
 
 function fixed(value, digits) {
@@ -179,42 +207,54 @@ function fixed(value, digits) {
 
 function showRanking(answer) {
   const rows = ranked(answer);
-  const likelihoods = rows.map((one) => one.mean_log_probability);
-  const least = Math.min(...likelihoods);
-  const largest = Math.max(...likelihoods) - least || 1;
+  const by = rankingFigure(rows, $("sort").value);
   const specific = rows.some((one) => one.specificity != null);
   for (const one of document.querySelectorAll("#result-ranking .specific")) one.hidden = !specific;
   const inSpreads = rows.some((one) => one.specificity_z != null);
   const again = rows.some((one) => one.again);
-  const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"], ["mean log p (nats per residue)", ""]];
-  if (specific) columns.push(["specificity (nats per residue)", "number"]);
-  if (inSpreads) columns.push(["specificity (s.d.)", "number"]);
-  if (again) columns.push(["pseudo-perplexity, target recomputed", "number"], ["likelihood rank among these", "number"]);
-  fillTable($("table-ranking"), columns, rows.map((one, index) => {
-    const bar = document.createElement("span");
-    const figure = document.createElement("span");
-    bar.className = "bar";
-    bar.style.width = `${Math.round(4 + 96 * (one.mean_log_probability - least) / largest)}px`;
-    figure.append(bar, fixed(one.mean_log_probability, 3));
-    const values = [index + 1, one.candidate, fixed(one.pseudo_perplexity, 3), figure];
-    if (specific) values.push(fixed(one.specificity, 3));
-    if (inSpreads) values.push(fixed(one.specificity_z, 2));
-    if (again) values.push(fixed(one.again?.pseudo_perplexity, 3), one.again?.rank ?? "");
-    return values;
-  }));
-  $("title-ranking").textContent = `${rows.length.toLocaleString("en")} peptides, best first`;
+  const columns = [
+    ["rank", "number", (_, index) => index + 1],
+    ["peptide", "sequence", (one) => one.candidate],
+    ["pseudo-perplexity", "number", (one) => fixed(one.pseudo_perplexity, 3)],
+    ["mean log p (nats per residue)", "number", (one) => fixed(one.mean_log_probability, 3)],
+  ];
+  if (specific) columns.push(["specificity (nats per residue)", "number", (one) => fixed(one.specificity, 3)]);
+  if (inSpreads) columns.push(["specificity (s.d.)", "number", (one) => fixed(one.specificity_z, 2)]);
+  if (again) {
+    columns.push(["pseudo-perplexity, target recomputed", "number", (one) => fixed(one.again?.pseudo_perplexity, 3)]);
+    const [unit, digits] = { specificity: ["nats per residue", 3], specificity_z: ["s.d.", 2] }[by] ?? [];
+    if (unit) columns.push([`specificity (${unit}), target recomputed`, "number", (one) => fixed(one.again?.[by], digits)]);
+    columns.push([`${unit ? "specificity" : "likelihood"} rank among these`, "number", (one) => one.again?.among ?? ""]);
+  }
+  fillTable($("table-ranking"), columns, rows.map((one, index) => columns.map(([, , value]) => value(one, index))));
+  $("recomputed").hidden = !again || !specific;
+  $("title-ranking").textContent = `${rows.length.toLocaleString("en")} peptides, ranked by ${RANKED_BY[by]}`;
 }
 
-// Specificity of every peptide against the same peptide on all other targets.
+// Gives a candidate its specificity against the figures of a background, as the library defines it.
+function compare(one, background) {
+  one.background = background;
+  one.specificity = one.mean_log_probability - background.mean;
+  one.specificity_z = background.contexts >= 5 && background.spread >= 1e-6 ? one.specificity / background.spread : null;
+}
+
+// Compares every peptide with the same peptide on all other targets.
 function compareTargets(answers) {
   answers.forEach((answer, own) => answer.candidates.forEach((one, index) => {
     const others = answers.filter((_, other) => other !== own).map((other) => other.candidates[index].mean_log_probability);
     const mean = others.reduce((sum, value) => sum + value, 0) / others.length;
     const squares = others.reduce((sum, value) => sum + (value - mean) ** 2, 0);
     const spread = Math.sqrt(squares / Math.max(1, others.length - 1));
-    one.specificity = one.mean_log_probability - mean;
-    one.specificity_z = others.length >= 5 && spread > 1e-6 ? one.specificity / spread : null;
+    compare(one, { mean, spread, contexts: others.length });
   }));
+}
+
+// Compares several targets with each other, unless something else was chosen.
+function suggestComparison() {
+  const background = $("background");
+  const several = ($("target").value.match(/^>/gm) ?? []).length > 1;
+  if (!comparisonChosen && several) background.value = "targets";
+  else if (!comparisonChosen && background.value === "targets") background.value = "none";
 }
 
 function peptides() {
@@ -246,6 +286,8 @@ $("run-ranking").onclick = () => task("ranking", async (signal, report) => {
   return answers;
 });
 
+$("target").oninput = suggestComparison;
+$("background").onchange = () => { comparisonChosen = true; };
 $("sort").onchange = () => showRanking(results.ranking[$("which-ranking").value]);
 $("again").onclick = () => task("ranking", async (signal, report) => {
   const answers = results.ranking;
@@ -256,7 +298,10 @@ $("again").onclick = () => task("ranking", async (signal, report) => {
   for (const one of answers[chosen].candidates) delete one.again;
   const body = { candidates: best.map((one) => one.candidate), refresh: limits.residues };
   const again = await stream(`/v1/contexts/${answers[chosen].context}/score`, body, signal, report);
-  again.candidates.forEach((one, index) => { best[index].again = one; });
+  again.candidates.forEach((one, index) => {
+    if (best[index].background) compare(one, best[index].background);
+    best[index].again = one;
+  });
   showRanking(answers[chosen]);
   return answers;
 });
@@ -281,8 +326,8 @@ async function peptidesOf(template, { name, sequence }, options, signal, report)
   const candidates = [...new Set(drawn.sequences.map((one) => one.sequence.slice(sequence.length)))];
   const background = $("design-background").value;
   const [answer] = await each([{ name, sequence }], "score", { candidates, background }, signal, report);
-  const by = ["specificity_z", "specificity", "mean_log_probability"].find((figure) => answer.candidates[0][figure] != null);
-  const rows = [...answer.candidates].sort((a, b) => b[by] - a[by]);
+  const by = rankingFigure(answer.candidates, "specificity");
+  const rows = bestFirst(answer.candidates, by);
   const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"]];
   if (background !== "none") columns.push(["specificity (nats per residue)", "number"]);
   if (by === "specificity_z") columns.push(["specificity (s.d.)", "number"]);
@@ -290,9 +335,9 @@ async function peptidesOf(template, { name, sequence }, options, signal, report)
     const figures = [fixed(one.specificity, 3), fixed(one.specificity_z, 2)].slice(0, columns.length - 3);
     return [index + 1, one.candidate, fixed(one.pseudo_perplexity, 3), ...figures];
   }));
-  const numbers = { specificity_z: "specificity, in standard deviations of the other contexts", specificity: "specificity", mean_log_probability: "pseudo-perplexity" };
-  $("ranked-design").textContent = `Ranked by ${numbers[by]}. Likely is not binding.`;
-  $("title-design").textContent = `${rows.length.toLocaleString("en")} peptides for ${name}, of ${drawn.sequences.length} drawn`;
+  $("ranked-design").textContent = `Ranked by ${RANKED_BY[by]}. Likely is not binding.`;
+  const target = `${name === UNNAMED ? "the target" : name} (${sequence.length.toLocaleString("en")} residues)`;
+  $("title-design").textContent = `${rows.length.toLocaleString("en")} different peptides for ${target}, of ${drawn.sequences.length} drawn`;
   const entries = rows.map((one, index) => `>${name}_${index + 1} ${by}=${one[by].toFixed(4)} pseudo_perplexity=${one.pseudo_perplexity.toFixed(4)}\n${one.candidate}\n`);
   return { run: answer.run, entries };
 }
@@ -320,6 +365,7 @@ $("example-variants").onclick = () => { $("protein").value = PROTEIN; };
 $("example-ranking").onclick = () => {
   $("target").value = PROTEIN;
   $("peptides").value = PEPTIDES.join("\n");
+  suggestComparison();
 };
 $("example-embedding").onclick = () => { $("sequences").value = `>example\n${PROTEIN}\n>half\n${PROTEIN.slice(0, 40)}`; };
 $("example-design").onclick = () => { $("scaffold").value = `${PROTEIN.slice(0, 30)}XXXXXX${PROTEIN.slice(36)}`; };
@@ -332,8 +378,14 @@ $("png-variants").onclick = () => $("map").toBlob((blob) => download("variants.p
 $("csv-ranking").onclick = () => {
   const names = ["candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"];
   if (results.ranking[0].candidates.some((one) => one.specificity != null)) names.push("specificity", "specificity_z");
-  const rows = results.ranking.flatMap((answer) => ranked(answer).map((one, index) => [answer.name, index + 1, ...names.map((name) => one[name])]));
-  download("ranking.csv", csv(["target", "rank", ...names], rows));
+  // Of candidates that were scored again with the target recomputed.
+  const again = results.ranking.some(({ candidates }) => candidates.some((one) => one.again));
+  const figures = again ? ["pseudo_perplexity", ...names.filter((name) => name.startsWith("specificity")), "among"] : [];
+  const rows = results.ranking.flatMap((answer) => ranked(answer).map((one, index) => [
+    answer.name, index + 1, ...names.map((name) => one[name]), ...figures.map((name) => one.again?.[name]),
+  ]));
+  const columns = figures.map((name) => `recomputed_${name === "among" ? "rank" : name}`);
+  download("ranking.csv", csv(["target", "rank", ...names, ...columns], rows));
 };
 $("csv-embedding").onclick = () => {
   const { names, data } = results.embedding;
