@@ -107,10 +107,23 @@ class ContextModel:
     """
 
     def __init__(self, model: CachedMaskedLM, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.model = model.eval()
         self.tokenizer = tokenizer
-        self.codes = TokenCodes.of(tokenizer, model.family)
-        self.codes.check(model.config)
+        self.model = model.eval()
+
+    @property
+    def model(self) -> CachedMaskedLM:
+        """The model; another one must be of a family that the tokenizer serves.
+
+        Raises:
+            ValueError: when it is set, it is not.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: CachedMaskedLM) -> None:
+        codes = TokenCodes.of(self.tokenizer, model.family)
+        codes.check(model.config)
+        self._model, self.codes = model, codes
 
     def __repr__(self) -> str:
         encoder = self.model.base_model

@@ -75,6 +75,13 @@ def test_rows_of_several_sequences_are_padded_on_the_right_only(e1: TurboEsm, hi
             e1.model(ids, **given)
 
 
+def test_the_tokenizer_is_that_of_the_family(e1: TurboEsm) -> None:
+    turbo = TurboEsm.from_pretrained(device="cpu")
+    with pytest.raises(ValueError, match="is not E1's: token 0 is '<cls>', not '<pad>'"):
+        turbo.model = e1.model
+    assert turbo.model is not e1.model
+
+
 @pytest.mark.parametrize("size", GEOMETRIES)
 @torch.no_grad()
 def test_published_geometries_equal_the_plain_implementation(size: str) -> None:

@@ -50,7 +50,6 @@ Device = Annotated[
 ]
 BackendOption = Annotated[Backend, Parameter(help="Implementation of attention over compressed caches.", group=_MODEL)]
 Arms = Annotated[tuple[Arm, ...] | None, Parameter(consume_multiple=True, negative="")]
-BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch, padding included.")]
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
 ]

@@ -44,6 +44,24 @@ def base_of(folder: str | os.PathLike[str]) -> str:
     return base
 
 
+def _check_untied(model: Any) -> None:
+    """Check that no weight that an adapter changes is another module's, too, which merging would change with it.
+
+    Raises:
+        ValueError: one is.
+    """
+    modules = dict(model.named_modules())
+    bases = {f"{name}.base_layer" for name, module in modules.items() if hasattr(module, "lora_A")}
+    changed = {id(modules[name].weight): name for name in bases if name in modules}
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if name not in bases and weight is not None and (first := changed.get(id(weight))) is not None:
+            raise ValueError(
+                f"it changes the weight of {first.removesuffix('.base_layer')}, which is that of {name}, too: merged,"
+                " it would change both; train one that leaves tied weights out"
+            )
+
+
 def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
     """Add an adapter to the weights of its base model, in place.
 
@@ -71,6 +89,7 @@ def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(target, os.fspath(folder))
         added = set(get_peft_model_state_dict(adapted))
+        _check_untied(model)
         adapted.merge_and_unload()
         # PEFT freezes the base model for training.
         model.requires_grad_(True)

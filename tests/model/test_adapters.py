@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,11 +32,13 @@ def base(turbo: TurboEsm, tiny_esm: Callable[..., EsmForMaskedLM], tmp_path_fact
     return folder
 
 
-def save_adapter(base: Path, folder: Path, *, encoder: bool = False) -> EsmForMaskedLM:
+def save_adapter(
+    base: Path, folder: Path, *, encoder: bool = False, modules: Sequence[str] = ("query", "value", "dense")
+) -> EsmForMaskedLM:
     """Write an adapter of random weights as PEFT does after training, and return the adapted model."""
     torch.manual_seed(7)
     model = EsmForMaskedLM.from_pretrained(base).eval()
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=["query", "value", "dense"], init_lora_weights=False)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=[*modules], init_lora_weights=False)
     adapted = get_peft_model(model.esm if encoder else model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(folder)
@@ -70,6 +72,15 @@ def test_an_adapter_of_the_encoder_alone(base: Path, tmp_path: Path) -> None:
     adapted = save_adapter(base, tmp_path / "lora", encoder=True)
     turbo = TurboEsm.from_pretrained(tmp_path / "lora", preset="exact", device="cpu")
     assert torch.allclose(logits_of(turbo.model, turbo.tokenizer), logits_of(adapted, turbo.tokenizer), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "encoder"), [("word_embeddings", False), ("word_embeddings", True), ("decoder", False)]
+)
+def test_an_adapter_of_a_tied_weight_is_refused(base: Path, tmp_path: Path, module: str, encoder: bool) -> None:
+    save_adapter(base, tmp_path / "lora", encoder=encoder, modules=[module, "query"])
+    with pytest.raises(ValueError, match=rf"changes the weight of \S*{module}, which is that of \S+, too: merged"):
+        TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
 
 
 def test_its_caches_and_calibration_are_its_own(

@@ -11,18 +11,17 @@ from esm_turbo.assets import calibration_families, calibration_proteins, named_p
 from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce
 from esm_turbo.cli.options import (
-    BatchTokens,
     InputFile,
     JsonFile,
     ModelOptions,
     PictureFile,
+    ProteinBatchTokens,
     SequenceOptions,
     UnshardedOptions,
     Writes,
 )
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.paths import is_device
 from esm_turbo.files.suffixes import TENSORS
 from esm_turbo.proteins.fasta import read_fasta_strict
@@ -34,7 +33,7 @@ def calibrate(
     *,
     out: Annotated[Path, Writes("calibration", TENSORS)],
     max_residues: int | None = None,
-    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: ProteinBatchTokens = None,
     json: JsonFile = None,
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),

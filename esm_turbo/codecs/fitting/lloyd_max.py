@@ -273,10 +273,12 @@ class _PrefixSums:
     def means(self, edges: IntArray) -> FloatArray:
         """Mean of each run between neighbouring edges; no run may be empty."""
         lowest, highest = self.x[edges[:-1]], self.x[edges[1:] - 1]
-        zeroth, first = np.diff(self.zeroth[edges]), np.diff(self.first[edges])
+        zeroth, first = self.zeroth[edges], self.first[edges]
+        zeroth, first = zeroth[1:] - zeroth[:-1], first[1:] - first[:-1]
         # If rounding of the sums loses the weight of a run, its values still bound the mean.
-        means = np.where(zeroth > 0, first / np.where(zeroth > 0, zeroth, 1.0), lowest)
-        return np.clip(means, lowest, highest)
+        known = zeroth > 0
+        means = np.where(known, first / np.where(known, zeroth, 1.0), lowest)
+        return np.minimum(np.maximum(means, lowest), highest)
 
     def squared_errors(self, starts: IntArray, ends: IntArray) -> FloatArray:
         """Sum of squared distances from the mean in each run [start, end); 0 for an empty run."""
@@ -302,7 +304,7 @@ def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
         by_rank = np.arange(num_bins // 2) * (len(candidates) - 1) // (num_bins // 2 - 1)
         candidates = candidates[np.unique(np.concatenate((by_density, by_rank)))]
     edges = np.concatenate(([0], candidates, [len(sums.x)]))
-    upper, lower = np.meshgrid(edges, edges, indexing="ij")
+    upper, lower = edges[:, None], edges[None, :]
     # costs[b, a]: squared error of one cell made of bins a to b - 1.
     costs = np.where(lower < upper, sums.squared_errors(lower, upper), np.inf)
     best = costs[:, 0]
@@ -338,6 +340,8 @@ def _lloyd(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> FloatArray:
 
 def _without_empty_cells(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> IntArray:
     """Replace each empty cell by splitting the cell of largest squared error at its best position."""
+    if (edges[1:] > edges[:-1]).all():
+        return edges
     kept = np.unique(edges)
     while len(kept) < len(edges):
         errors = sums.squared_errors(kept[:-1], kept[1:])

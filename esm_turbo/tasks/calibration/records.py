@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.calibrate import KVCalibrator, PartialStatistics
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, PRODUCT_PRESETS, TurboConfig
+from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
 from esm_turbo.proteins.homologs import encode_homologs, join_families
 from esm_turbo.proteins.limits import length_bin, warn_if_long
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.same_model import on_same_model
@@ -86,7 +87,7 @@ def calibrate_records(
     *,
     source: str | os.PathLike[str] | None = None,
     presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     max_residues: int | None = None,
     progress: Progress | None = None,
     runner: Runner | None = None,
@@ -100,7 +101,7 @@ def calibrate_records(
             `family=NAME` in their headers.
         source: the FASTA file of the proteins, whose name and SHA-256 are recorded.
         presets: the presets whose codecs are fitted now; others are fitted on first use.
-        toks_per_batch: padded tokens per batch.
+        toks_per_batch: padded tokens per batch; None is 16,384 on CUDA devices and 4,096 on others.
         max_residues: see `first_records`.
         progress: called with stage `calibrate` and residues, see `Progress`.
         runner: where pieces are computed; None is this process.
@@ -117,7 +118,8 @@ def calibrate_records(
         records = join_families(records)
     records = first_records(records, max_residues)
     lengths = [len(record.sequence) for record in records]
-    batches = token_batches([length + 2 for length in lengths], toks_per_batch)
+    runner = InProcessRunner(turbo) if runner is None else runner
+    batches = token_batches([length + 2 for length in lengths], protein_tokens(toks_per_batch, turbo, runner.devices))
     if turbo.model.base_model.exact_contexts is None:
         warn_if_long(lengths, turbo.model.family)
     calibrator = KVCalibrator(turbo.model)
@@ -125,7 +127,6 @@ def calibrate_records(
     batched = [[records[i] for i in batch] for batch in reversed(batches)]
     pieces = [batched[first : first + _BATCHES_PER_PIECE] for first in range(0, len(batched), _BATCHES_PER_PIECE)]
     arrived: dict[int, PartialStatistics] = {}
-    runner = InProcessRunner(turbo) if runner is None else runner
     units = [_residues(piece) for piece in pieces]
     task = on_same_model(turbo, _CalibrationTask(), runner)
     following = 0
