@@ -226,7 +226,9 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
                 assert sequence_id is not None
                 hidden = sequence_id < 0
                 if bool((hidden[:, :-1] & ~hidden[:, 1:]).any()):
-                    raise ValueError("rows of several sequences must be padded on the right, and nowhere else")
+                    raise ValueError(
+                        "rows of several sequences must begin with `<bos>`, and be padded on the right and nowhere else"
+                    )
             kwargs["chains"] = sequence_id if several else None
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
             input_ids, attention_mask, position_ids, past_key_values=past_key_values, **kwargs

@@ -98,10 +98,10 @@ def test_contexts_that_are_no_whole_homologs_have_no_name(e1, tmp_path):
     whole = encode_homologs(e1.codes, OTHERS, "context", e1.model.base_model.exact_contexts)
     config = e1.model.base_model.turbo_config
     with ContextStore(tmp_path / "store") as store:
-        for ids in (whole[:-1], whole[1:], [*whole[:4], *whole[5:-2], *whole[-1:]]):
+        for ids in (whole[:-1], [*whole[:4], *whole[5:-2], *whole[-1:]]):
             store.get_or_compute(e1, ids, config, lambda ids=ids: prefill_rows(e1, [ids], config))
     keys = [path.stem for path in (tmp_path / "store").rglob("*.safetensors") if len(path.stem) == 64]
-    assert len(keys) == 3
+    assert len(keys) == 2
     with running(e1, tmp_path / "store") as client:
         for key in keys:
             for answer in (

@@ -9,7 +9,7 @@ Each task decides which of its `refresh` residues of a cached context run again 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -124,8 +124,11 @@ def maybe_decode(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> Turbo
     return decoded
 
 
-def arm_preset(turbo: ContextModel, arm: Arm) -> str | None:
-    """The preset that the contexts of an arm are stored as; None for `full`, which stores none."""
+def arm_preset(turbo: ContextModel, arm: Arm, caches: Iterable[TurboKVCache | None] = ()) -> str | None:
+    """The preset that the contexts of an arm are stored as, or given `caches`; None for `full`, which stores none."""
+    for cache in caches:
+        if cache is not None and arm != "full":
+            return cache.config.name
     presets: dict[Arm, str | None] = {
         "full": None,
         "frozen": FROZEN.name,

@@ -389,7 +389,7 @@ class TargetRows(ItemRows[Scores]):
             CandidateScore(codes.decode(ids), tuple(next(left[len(ids)])), unknown_residues=self.unknown_residues)
             for ids in self.candidates
         )
-        preset = arm_preset(self.turbo, self.arm)
+        preset = arm_preset(self.turbo, self.arm, (group.cache for group in self.groups))
         return Scores(scores, self.arm, preset, self.place, self.refresh, self.turbo.name)
 
 

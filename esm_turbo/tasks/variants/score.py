@@ -357,7 +357,7 @@ class ProteinRows(ItemRows[VariantScores]):
             self.wild_type,
             self.method,
             self.arm,
-            arm_preset(self.turbo, self.arm),
+            arm_preset(self.turbo, self.arm, (group.cache for group in self.groups)),
             self.refresh,
             self.turbo.name,
             self.first_position,

@@ -21,6 +21,8 @@ _CHANGE = re.compile(
 _SWAP = re.compile(r"^([A-Z]-?[0-9]+)delins([A-Z])$", re.IGNORECASE | re.ASCII)
 # The part of a name that is of the protein: of `NP_1.1:p.(Ser1Ala)`, and of `NM_1.2(ABC):c.1T>G (p.Ser1Ala)`.
 _HGVS = re.compile(r"(?:^|[:(\s])p\.(.+)$", re.ASCII | re.DOTALL)
+# Changes of two proteins (in trans), or perhaps of two; and a repeat.
+_SEVERAL_PROTEINS = re.compile(r"\]\s*;\s*\[|\(;\)|[0-9]\[")
 _NAME = re.compile(r"[A-Z][a-z]{2}", re.ASCII)
 _RESIDUES = (
     "AlaA CysC AspD GluE PheF GlyG HisH IleI LysK LeuL MetM AsnN ProP GlnQ ArgR SerS ThrT ValV TrpW TyrY SecU PylO AsxB"
@@ -68,7 +70,7 @@ def has_protein_change(text: str) -> bool:
 def split_variant(variant: str) -> list[str]:
     """The changes of a variant, residues by their letters: of `p.[Ser1Ala;Gly2=]`, `S1A` and `G2G`."""
     text = variant.strip()
-    if (found := _HGVS.search(text)) is not None:
+    if (found := _HGVS.search(text)) is not None and not _SEVERAL_PROTEINS.search(text):
         text = re.sub(r"[][()\s]", "", found[1]).replace(";", ":")
     parts = (_NAME.sub(lambda name: _LETTERS.get(name[0], name[0]), part.strip()) for part in text.split(":"))
     parts = (part[0] + part[1:-1] + part[0] if part.endswith("=") else part for part in parts)

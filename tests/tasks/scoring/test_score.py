@@ -131,6 +131,14 @@ def test_a_given_cache_is_the_target_alone(turbo: TurboEsm, refresh: int) -> Non
     assert cache.lengths.tolist() == [1 + len(TARGET)]
 
 
+def test_scores_name_the_preset_of_a_given_cache() -> None:
+    turbo, other = (TurboEsm.from_pretrained(device="cpu", preset=one) for one in ("turbo3", "turbo1"))
+    context = turbo.prefill(["MKTAYIAKQR"])
+    for found in (other.score(context, ["ACD"]), other.score_variants(context, ["K2A"])):
+        assert (found.arm, found.preset) == ("turbo", "turbo3")
+    assert other.score("MKTAYIAKQR", ["ACD"], arm="turbo").preset == "turbo1"
+
+
 def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, mini_frozen: FrozenEsm2) -> None:
     exact = TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
     ids = [CLS, *turbo.codes.encode(TARGET, "target")]
