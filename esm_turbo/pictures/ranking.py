@@ -91,7 +91,7 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
     if specific:
         caption += " Blue is more likely on this target than on the background, red less."
     elif any(result.scores[result.reference].background is not None for result in run.results):
-        caption += " Sorted by specificity, it shows which candidates are more likely on one target than on others."
+        caption += " --sort-by specificity draws which candidates are more likely on one target than on others."
     if len(shown.candidates) < len(whole.candidates):
         caption += f" The {len(shown.candidates)} candidates of the highest values on any target are shown."
     title = f"{counted(len(whole.candidates), 'candidate')} on {counted(len(whole.targets), 'target')}"
