@@ -84,3 +84,5 @@ def test_bins_count_everything(count: int) -> None:
 
 def test_bars_are_named() -> None:
     assert alone(Bars(["a", "b"], np.array([1.0, 2.5]), "x"))["texts"] == [["a: 1"], ["b: 2.5"]]
+    named = Bars(["a", "b"], np.array([1.0, 2.5]), "x", hover=["a ACD", "b WTC"])
+    assert alone(named)["texts"] == [["a ACD: 1"], ["b WTC: 2.5"]]

@@ -114,7 +114,8 @@ def test_a_heat_map_shows_what_ranks_by_names_or_residues(ranking, named: bool) 
     # By likelihood, that is drawn, too.
     likely = matrix_sheet(ScoringRun([replace(one, sort_by="likelihood") for one in (result, other)]), "")
     [[heat]] = likely.layout
-    assert heat.label == "mean log p (nats per residue)" and "--sort-by specificity" in likely.caption and "--sort-by" not in sheet.caption
+    assert heat.label == "mean log p (nats per residue)"
+    assert "--sort-by specificity" in likely.caption and "--sort-by" not in sheet.caption
 
 
 def test_columns_of_repeated_names_are_told_apart(ranking) -> None:
