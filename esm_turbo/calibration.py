@@ -25,7 +25,6 @@ from esm_turbo.files.fingerprint import (
     HALF_RTOL,
     Fingerprint,
     attention_fingerprint,
-    is_adapted,
     model_fingerprint,
     same_attention,
     same_model,
@@ -141,14 +140,21 @@ class Calibration:
         if not same_attention(self.fingerprint, attention_fingerprint(weights, geometry.num_layers)):
             source = self.provenance.get("model", "another model")
             raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
-        if is_adapted(weights) if self.weights is None else not same_model(self.weights, weights, rounded=True):
+        if self.weights is None:
+            warnings.warn(
+                "the calibration, of an earlier version, tells the model's attention alone, and not whether its other"
+                " weights were fine-tuned since: calibrate again",
+                OtherWeightsWarning,
+                stacklevel=3,
+            )
+        elif not same_model(self.weights, weights, rounded=True):
             warnings.warn(
                 "the calibration was made before the model was fine-tuned or adapted: caches are less accurate than"
                 " with a calibration of its own",
                 OtherWeightsWarning,
                 stacklevel=3,
             )
-        elif self.weights is not None and not same_weights(self.weights, weights):
+        elif not same_weights(self.weights, weights):
             warnings.warn(
                 f"the calibration was made for weights of {self.provenance.get('model', 'a model')} that agree with the"
                 f" model's to {HALF_RTOL:g}, as after rounding to float16: calibrate again if it is another one",

@@ -498,3 +498,12 @@ def test_weights_that_only_agree_are_mentioned(model, calibration, tmp_path, dty
         weight.add_(weight.abs().mean() * weight.sign(), alpha=5e-3)
     with pytest.warns(OtherWeightsWarning, match=r"of tiny-esm2 that agree with the model's to 0\.02"):
         Calibration.load(tmp_path / "calibration.safetensors", model=tuned.to(dtype))
+
+
+def test_a_calibration_that_tells_attention_alone_says_so(model, calibration, tmp_path):
+    """As those of earlier versions do."""
+    earlier = copy.copy(calibration)
+    earlier.weights = None
+    earlier.save(tmp_path / "calibration.safetensors")
+    with pytest.warns(OtherWeightsWarning, match="tells the model's attention alone"):
+        Calibration.load(tmp_path / "calibration.safetensors", model=model)

@@ -81,11 +81,6 @@ def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
     return part
 
 
-def is_adapted(fingerprint: Fingerprint) -> bool:
-    """True if modules of the model have been replaced, as adapters do."""
-    return bool(fingerprint[0, _HASH:].any())
-
-
 def codec_fingerprint(state: Mapping[str, Tensor]) -> Fingerprint:
     """Fingerprint of the fitted tensors of a codec, [tensors, 1 + projections]; decoding depends on all of them."""
     rows = [_describe(tensor.reshape(tensor.shape[0], -1), 1) for _, tensor in sorted(state.items())]
