@@ -29,11 +29,13 @@ class Journal:
         folder: of the file; it exists, and no other process writes into it.
 
     Attributes:
+        folder: of the file.
         found: number of values that were asked for and that an earlier run has kept.
         added: number of values that were added.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._path = folder / _FILE
         refuse_links(self._path, folder)
         self._values: dict[str, Any] = {}
@@ -48,10 +50,9 @@ class Journal:
                     if entry["sha256"] == _digest(entry["value"]):
                         self._values[entry["key"]] = entry["value"]
 
-    @property
-    def is_of_another_run(self) -> bool:
-        """Whether it holds values, none of which was asked for."""
-        return bool(self._values) and not self.found
+    def is_of_another_run(self, stage: str) -> bool:
+        """Whether earlier runs have kept values of a stage, see `key_of`, and none that this run has asked for."""
+        return not self.found and any(key.startswith(f"{stage} ") for key in self._values)
 
     def get(self, key: str) -> Any | None:
         """The value of a key; None if there is none."""
@@ -79,9 +80,14 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def key_of(*values: Any) -> str:
-    """The key of everything that a result depends on, JSON values."""
-    return _digest(values)
+def key_of(stage: str, *values: Any) -> str:
+    """The key of a result.
+
+    Args:
+        stage: of the run.
+        *values: everything that the result depends on, JSON values.
+    """
+    return f"{stage} {_digest(values)}"
 
 
 def _digest(value: Any) -> str:

@@ -172,13 +172,16 @@ def _lock(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: bool = False) -> Iterator[None]:
+def only_writer(
+    folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: bool = False, file: Path | None = None
+) -> Iterator[None]:
     """Lock a folder against other writers. The operating system releases the lock of a process that dies.
 
     Args:
         folder: created if needed.
         timeout: seconds to wait for another writer.
         keep: keep the lock file; otherwise it is removed, and so is a folder that is then empty.
+        file: the output whose parts the folder holds, which errors name instead.
 
     Raises:
         FolderBusyError: another process is writing into it, still after `timeout`.
@@ -195,7 +198,8 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
     except OSError as error:
         if error.errno not in _NEVER_WRITABLE:
             raise
-        raise NotWritableError(f"{folder}: cannot be written ({error.strerror}); choose another path") from error
+        reason = f"cannot be written ({error.strerror}); choose another path"
+        raise NotWritableError(f"{folder if file is None else file}: {reason}") from error
     path = folder / LOCK_FILE
     refuse_links(path, folder)
     lock = FileLock(path, timeout=timeout)
@@ -203,6 +207,10 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
         lock.acquire()
     except Timeout:
         waited = f" (waited {timeout:g} s)" if timeout else ""
+        if file is not None:
+            raise FolderBusyError(
+                f"{file}: another process is writing it{waited}; let it finish, or give another file"
+            ) from None
         raise FolderBusyError(
             f"{folder}: another process is writing into it{waited}; let it finish, or give another folder"
         ) from None
@@ -228,7 +236,7 @@ def locked_parts(out: Path) -> Iterator[Path]:
     """The `parts_folder` of a file, locked; it goes when it is empty. Raises as `only_writer`, and refuses links."""
     folder = parts_folder(out)
     refuse_links(folder, out.parent)
-    with only_writer(folder):
+    with only_writer(folder, file=out):
         yield folder
 
 

@@ -68,7 +68,8 @@ def test_other_lines_are_passed_over(tmp_path: Path, line: bytes) -> None:
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "scores.csv"
-    with journal_beside(out), pytest.raises(FolderBusyError, match="another process is writing"), journal_beside(out):
+    busy = f"^{out}: another process is writing it; let it finish, or give another file$"
+    with journal_beside(out), pytest.raises(FolderBusyError, match=busy), journal_beside(out):
         pass
     with journal_beside(out), journal_beside(tmp_path / "other.csv"):
         pass
@@ -98,5 +99,19 @@ def test_no_journal_without_a_file() -> None:
 
 
 def test_a_key_depends_on_every_value() -> None:
-    keys = [key_of("score", {"a": 1, "b": 2}, "MK"), key_of("score", {"b": 2, "a": 1}, "MK"), key_of("score", {}, "MK")]
-    assert keys[0] == keys[1] != keys[2]
+    keys = [key_of("score", {"a": 1, "b": 2}, "MK"), key_of("score", {"b": 2, "a": 1}, "MK")]
+    others = [key_of("score", {}, "MK"), key_of("rescore", {"a": 1, "b": 2}, "MK")]
+    assert keys[0] == keys[1] and len({keys[0], *others}) == 3
+
+
+def test_values_of_another_run_are_told_by_their_stage(tmp_path: Path) -> None:
+    keys = [key_of("score", 1), key_of("background", 1)]
+    Journal(tmp_path).add(keys[1], {})
+    journal = Journal(tmp_path)
+    # Of a run whose first stage could keep nothing.
+    assert not journal.is_of_another_run("score")
+    assert journal.is_of_another_run("background")
+    # What this run adds is its own.
+    journal.add(keys[0], {})
+    assert not journal.is_of_another_run("score")
+    assert journal.get(keys[1]) == {} and not journal.is_of_another_run("background")

@@ -262,6 +262,9 @@ def score_items(
 
     Returns:
         The results, by index of the item; with a plan, of those that have any here.
+
+    Raises:
+        ValueError: the journal has results of this stage, but of other items, options or versions.
     """
     parts: list[tuple[int, ItemT, Sequence[int] | None]] = [(number, one, None) for number, one in enumerate(items)]
     per_token = [len(task.arms) * forward_cost(turbo, 1, len(one.sequence)) for one in items]
@@ -306,12 +309,16 @@ def _kept(
     journal: Journal | None,
     stage: str,
 ) -> tuple[list[str], dict[int, list[Scored[ScoresT]]]]:
-    """The keys of pieces in a journal, and the results that it has, by number of the piece."""
+    """The keys of pieces in a journal, and the results that it has, by number of the piece.
+
+    Raises:
+        ValueError: it has results of this stage, but of another run.
+    """
     found: dict[int, list[Scored[ScoresT]]] = {}
     if journal is None:
         return [], found
     settings = task.settings(turbo)
-    keys = [key_of(settings, piece) for piece in pieces]
+    keys = [key_of(stage, settings, piece) for piece in pieces]
     for number, key in enumerate(keys):
         if (value := journal.get(key)) is not None:
             found[number] = task.from_json(pieces[number], value)
@@ -319,8 +326,11 @@ def _kept(
         done = f"{len(found):,} {'is' if len(found) == 1 else 'are'} done"
         parts = counted(len(pieces), "part")
         _log.info("continuing a run that was stopped: of %s of the stage '%s', %s", parts, stage, done)
-    elif journal.is_of_another_run and not journal.added:
-        _log.info("what a stopped run has kept is of other inputs, options or versions: all is computed again")
+    elif journal.is_of_another_run(stage):
+        raise ValueError(
+            f"{journal.folder}: holds results of a run that was stopped, of other inputs, options or versions; repeat"
+            " its command to continue it, give another --out, or remove this folder to begin again"
+        )
     return keys, found
 
 

@@ -34,7 +34,7 @@ def test_scores_of_a_file_equal_those_in_python(esm_shared, turbo, targets, cand
     out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
     code, printed, err = esm_shared("score", targets, candidates, "--out", out, "--json", found)
     assert (code, err) == (0, "")
-    assert "one, 33 residues" in printed and "pseudo-perplexity, turbo" in printed
+    assert "one, 33 residues" in printed and "┃      turbo ┃" in printed
     expected = turbo.score(TARGET, ["ACDEF", "WTC", "GGGSG"])
     [first, second] = json.loads(found.read_text())["results"]
     assert (first["target"], second["residues"]) == ("one", len(OTHER))
@@ -196,14 +196,19 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
         late = esm_shared("score", targets, candidates, "--out", out)
         # Said before the next part is run.
         later = esm_shared("score", targets, candidates, "--out", out)
-        other = esm_shared("score", targets, candidates, "--out", out, "--refresh", 3)
+        # Nothing that was kept is lost by a slip.
+        parts = tmp_path / ".scores.csv.parts"
+        for slip in (["--refresh", 3], ["--place", "empty"]):
+            other = esm_shared("score", targets, candidates, "--out", out, *slip)
+            assert other.code == 2 and f"{parts}: holds results of a run that was stopped" in other.err
+        more = esm_shared("score", targets, candidates, "--out", out, "--rescore", 2)
     assert early.err == "esm-turbo: interrupted before any result was kept\n"
     assert late.err == "esm-turbo: interrupted; the same command continues where it was\n"
     assert "continuing a run that was stopped: of 6 parts of the stage 'score', 1 is done" in later.err
-    assert [one.code for one in (early, late, later, other)] == [130] * 4 and not out.exists()
-    assert "what a stopped run has kept is of other inputs, options or versions: all is computed again" in other.err
+    assert "continuing a run that was stopped: of 6 parts of the stage 'score', 2 are done" in more.err
+    assert [one.code for one in (early, late, later, more)] == [130] * 4 and not out.exists()
     result = esm_shared("score", targets, candidates, "--out", out)
-    assert "continuing a run that was stopped: of 6 parts of the stage 'score', 2 are done" in result.err
+    assert "continuing a run that was stopped: of 6 parts of the stage 'score', 3 are done" in result.err
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
     assert "that was stopped" not in esm_shared("score", targets, candidates, "--out", out).err

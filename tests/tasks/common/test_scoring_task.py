@@ -154,10 +154,13 @@ def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
     # All of it is there, and nothing is computed again.
     shelf.asked.clear()
     assert screen(turbo, arms, store=shelf, journal=Journal(tmp_path)) == whole and shelf.asked == []
-    # Other options or arms are other runs.
+    # Other options or arms are other runs, and leave what is there.
     for other, options in ((arms, {"refresh": 3}), (("frozen",), {}), (arms, {"toks_per_batch": 50})):
-        screen(turbo, other, store=shelf, journal=(journal := Journal(tmp_path)), **options)
-        assert journal.found == 0
+        with pytest.raises(
+            ValueError, match=f"{tmp_path}: holds results of a run that was stopped, of other inputs, opt"
+        ):
+            screen(turbo, other, store=shelf, journal=Journal(tmp_path), **options)
+    assert screen(turbo, arms, store=shelf, journal=Journal(tmp_path)) == whole and shelf.asked == []
 
 
 def test_what_failed_is_tried_again(
@@ -239,12 +242,15 @@ def test_shards_share_a_large_protein_and_keep_its_parts(
     monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
     proteins = [ProteinRecord("long", PROTEINS[0].sequence * 4), PROTEINS[1]]
     whole = variants.score_records(turbo, proteins, None, ["turbo"])
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for folder in folders:
+        folder.mkdir()
     shards = [
-        variants.score_records(turbo, proteins, None, ["turbo"], plan=plan, journal=journal)
-        for plan, journal in ((Plan(Shard(number, 2)), Journal(tmp_path)) for number in (1, 2))
+        variants.score_records(turbo, proteins, None, ["turbo"], plan=Plan(Shard(number, 2)), journal=Journal(folder))
+        for number, folder in enumerate(folders, start=1)
     ]
     assert ["long" in [one.wild_type.id for one in run.results] for run in shards] == [True, True]
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) > 4
+    assert sum(len((folder / "results.jsonl").read_text().splitlines()) for folder in folders) > 4
     joined = variants.VariantsRun.of_shards([run.to_state(proteins) for run in shards], [])
     assert [one.variants for one in joined.results] == [one.variants for one in whole.results]
     assert [one.scores for one in joined.results] == [one.scores for one in whole.results]

@@ -244,7 +244,7 @@ def test_two_writers_are_refused(run, tiny, tmp_path, file_format):
     settings = {"include": ["mean"]}
     with (
         embedding_writer(out, proteins(), file_format, settings, tiny),
-        pytest.raises(FolderBusyError, match="another process is writing into it"),
+        pytest.raises(FolderBusyError, match=f"^{out}: another process is writing"),
     ):
         run(out, file_format=file_format)
     # Neither leaves anything behind.
