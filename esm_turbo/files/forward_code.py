@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from esm_turbo.files.model_contents import OWN_OF_MODULE, is_plain, leaves
 
-__all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "active_modes", "is_recorder"]
+__all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "active_modes", "changes_no_number", "is_recorder"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where modules have hooks."""
@@ -59,6 +60,17 @@ _INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
 def is_recorder(hook: Any) -> bool:
     """True if a hook is the library's own, which records hidden states while a forward asks for them."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
+
+
+def changes_no_number(hook: Any) -> bool:
+    """True if a hook is the library's own, and only records, or lets gradients reach embeddings for checkpointing."""
+    from transformers import PreTrainedModel
+
+    if is_recorder(hook):
+        return True
+    known = PreTrainedModel.enable_input_require_grads.__code__.co_consts
+    is_whole = isinstance(hook, types.FunctionType) and not (hook.__closure__ or hook.__defaults__)
+    return is_whole and hook.__code__ in known and is_known(hook)
 
 
 def active_modes() -> str:
@@ -144,7 +156,7 @@ class ForwardCode:
         if not _is_of_library(kind):
             self._blame(f"{kind.__module__}.{kind.__qualname__} ({name})")
         for hook in (hook for hooks in HOOKS for hook in module.__dict__[hooks].values()):
-            if not is_recorder(hook):
+            if not changes_no_number(hook):
                 self._add_own(name, hook, f"a hook of {name or 'the model'}", module)
         for key, value in leaves(module):
             if isinstance(value, Tensor):
@@ -153,7 +165,7 @@ class ForwardCode:
             elif isinstance(value, nn.Module):
                 if id(value) not in self._inside:
                     self._blame(f"{_name_of(type(value))}, as {name}.{key},")
-            elif not is_plain(value, torch.dtype):
+            elif not is_plain(value, torch.dtype) and not _is_checkpointing(value):
                 self._add_own(f"{name}.{key}", value, f"{name}.{key}", module)
 
     def _add_own(self, name: str, value: Any, shown: str, module: nn.Module) -> None:
@@ -266,6 +278,12 @@ def _is_known_own(value: Any, module: nn.Module) -> bool:
     return not (isinstance(value, nn.Module) or (callable(value) and _plain_state(value) is None)) and all(
         _is_of_library(type(one)) for one in parts
     )
+
+
+def _is_checkpointing(value: Any) -> bool:
+    """True of what computes the same layer again for gradients, with plain options."""
+    function, options = getattr(value, "func", value), getattr(value, "keywords", {})
+    return function is checkpoint and not getattr(value, "args", ()) and is_plain(options)
 
 
 def _plain_state(value: Any) -> list[tuple[str, Any]] | None:

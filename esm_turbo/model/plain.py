@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esm_turbo.files.forward_code import is_known, is_recorder
+from esm_turbo.files.forward_code import changes_no_number, is_known
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -89,7 +89,7 @@ class _Tree:
 
 def _is_replaced(hook: Any) -> bool:
     """Tell whether the packed encoder does what a hook does, or need not."""
-    return type(hook) is ToWeights or is_recorder(hook)
+    return type(hook) is ToWeights or changes_no_number(hook)
 
 
 def check_attention(attention: type[nn.Module]) -> None:

@@ -238,6 +238,35 @@ def test_what_leaves_the_numbers_alone_refuses_nothing(turbo, kept):
         assert ContextStore(folders[False] / "store").get(TurboEsm(model, turbo.tokenizer), SEQUENCE)[0] is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_gradient_checkpointing_changes_nothing(turbo, kept, training):
+    dtype, folders = kept
+    one = in_turbo(attack.small_model(dtype).model.train(training), turbo)
+    expected = one.extend(one.prefill(SEQUENCE), "GSG").logits
+    one.model.gradient_checkpointing_enable()
+    for cache in (one.prefill(SEQUENCE), TurboKVCache.load(folders[False] / "cache.safetensors", model=one.model)):
+        assert torch.equal(one.extend(cache, "GSG").logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_other_code_in_the_place_of_checkpointing_is_refused(turbo):
+    def double(module, input, output):
+        return 2 * output
+
+    # As the library's own hook is named.
+    double.__module__, double.__qualname__ = "transformers.modeling_utils", "make_inputs_require_grads"
+    contexts = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}
+    for change in (
+        lambda model: model.get_input_embeddings().register_forward_hook(double),
+        lambda model: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=contexts),
+    ):
+        one = in_turbo(make(), turbo)
+        change(one.model)
+        with pytest.raises(ValueError, match="is not code of a known library"):
+            one.prefill(SEQUENCE)
+
+
 @pytest.mark.parametrize("kind", ["forward", "pre"])
 def test_a_global_hook_is_refused(turbo, kind):
     one = in_turbo(make(), turbo)
