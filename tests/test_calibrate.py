@@ -26,7 +26,7 @@ from tests.helpers.calibration_cases import (
     statistics_of,
     thirteen_proteins,
 )
-from tests.helpers.models import CLS, EOS, MASK, PAD
+from tests.helpers.models import CLS, EOS, MASK, PAD, default_dtype
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +377,16 @@ def test_both_classes_give_the_same(model, proteins):
     one, other = (fitted(m, [proteins]).finalize() for m in (model, body))
     assert_same_moments(one.statistics, other.statistics, rtol=1e-7)
     np.testing.assert_array_equal(one.fingerprint, other.fingerprint)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(model, proteins, dtype):
+    expected = statistics_of(model, [proteins], sample_size=64)
+    with default_dtype(dtype):
+        found = statistics_of(model, [proteins], sample_size=64)
+    assert_same_sample(found.sample, expected.sample)
+    assert_same_moments(found, expected, rtol=1e-6)
+    assert_same_sensitivity(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 0.01), (torch.bfloat16, 0.1)])

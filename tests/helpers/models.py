@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,17 @@ CACHE_CONFIGS = {
     "compressed": TurboConfig.from_preset("paper"),
     "protected": replace(TurboConfig.from_preset(DEFAULT_PRESET), protect_special_tokens=True),
 }
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made without a dtype have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def make_config(*, head_dim: int = 16, heads: int = 4, layers: int = 2, **config: object) -> EsmConfig:

@@ -22,7 +22,7 @@ from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.embedding import windows
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows, iter_windows
 from tests.helpers.frozen_esm2 import FrozenEsm2
-from tests.helpers.models import CLS, EOS, MASK, random_ids
+from tests.helpers.models import CLS, EOS, MASK, default_dtype, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 
@@ -208,11 +208,8 @@ def test_memory_does_not_grow_with_the_protein() -> None:
 def test_the_default_dtype_changes_nothing(turbo: TurboEsm) -> None:
     sequence, include = protein(50), ["mean", "per_tok"]
     (expected,) = turbo.embed(sequence, include=include, window=20, overlap=5)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         (found,) = turbo.embed(sequence, include=include, window=20, overlap=5)
-    finally:
-        torch.set_default_dtype(torch.float32)
     for name in ("mean_representations", "representations"):
         for layer, states in getattr(expected, name).items():
             torch.testing.assert_close(getattr(found, name)[layer], states, rtol=0, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.generation.generate import GenerationOptions, generation_steps
-from tests.helpers.models import random_ids
+from tests.helpers.models import default_dtype, random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -26,6 +26,16 @@ def test_a_given_cache_is_read_and_not_changed(exact: TurboEsm) -> None:
     assert cache.lengths.tolist() == [23, 4]
     for layer, old in zip(cache.layers, before, strict=True):
         assert all(torch.equal(layer.packed[name], x) for name, x in old.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"max_new_tokens": 10}, {"sweeps": 2}])
+def test_the_default_dtype_changes_nothing(exact: TurboEsm, options: dict[str, object], dtype: torch.dtype) -> None:
+    sequence = PREFIX + "<mask>A<mask>"
+    expected = exact.generate(sequence, seed=1, top_p=0.9, **options)
+    with default_dtype(dtype):
+        found = exact.generate(sequence, seed=1, top_p=0.9, **options)
+    assert found.sequences == expected.sequences and found.log_probs == expected.log_probs
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 10}, {"sweeps": 2}, {"order": "confidence", "per_step": 2}])

@@ -14,7 +14,7 @@ from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
-from tests.helpers.models import CLS, EOS, MASK
+from tests.helpers.models import CLS, EOS, MASK, default_dtype
 from tests.helpers.plain_generation import PREFIX, STANDARD
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -48,7 +48,9 @@ def test_noise_draws_what_generators_draw(turbo: TurboEsm, options: dict[str, fl
     one, other = (ResidueSampler(GenerationOptions(**options), allowed, [5, 6]) for _ in range(2))
     rows, positions = [0, 1] * 100, [1, 2, 3, 4] * 50
     tokens, log_probs = one.draw(logits, rows, positions)
-    chosen, scores = other.choose(logits, allowed.at(positions), other.noise(rows))
+    with default_dtype(torch.float16):
+        noise = other.noise(rows)
+    chosen, scores = other.choose(logits, allowed.at(positions), noise)
     assert chosen.tolist() == tokens
     assert scores.tolist() == log_probs
     for a, b in zip(one.generators, other.generators, strict=True):
