@@ -43,7 +43,9 @@ PictureFile = Annotated[
 ]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
-MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values or ())))
+MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))
+# After `MANY`, of an option whose default its help tells in words, or that has none.
+NO_DEFAULT = Parameter(show_default=False)
 
 Device = Annotated[
     str | None, Parameter(help="Device of the model, such as cpu, cuda or mps. By default, the best one available.")
@@ -103,8 +105,8 @@ class ScreenOptions:
         str,
         Parameter(
             help="Compare each candidate with itself elsewhere, for its specificity: on the other targets, after no"
-            " target (alone), on shipped proteins (decoys, as many as cost a quarter of the pairs on four targets or"
-            " more, or all-decoys, twelve), or on those of a FASTA file; none compares nothing."
+            " target (alone), on shipped proteins (all-decoys: twelve; decoys: one for every four targets, and all"
+            " twelve for fewer than four), or on those of a FASTA file; none compares nothing."
         ),
         READS,
     ] = "targets"

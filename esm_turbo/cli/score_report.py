@@ -36,6 +36,8 @@ _SPECIFICITIES = {
     "s.d.": "specificity, in standard deviations of the background",
     "nats": "specificity, in nats per residue",
 }
+# Headers of tables that fit into 120 columns have several lines.
+_PERPLEXITY = "pseudo-\nperplexity"
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -90,8 +92,8 @@ def _binders_table(target: str, found: Binders, top: int) -> Table:
     return text_table(
         target,
         [
-            *("rank", "binder", "pseudo-perplexity"),
-            *([f"specificity, {unit}"] if unit else []),
+            *("rank", "binder", _PERPLEXITY),
+            *([f"specificity\n{unit}"] if unit else []),
             "seed",
             *titles,
         ],
@@ -155,7 +157,7 @@ def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
             cells = [arm, _number(fmean(scores.values)), best.variant, _number(best.score)]
             count = f"{len(result.variants):,}"
             rows.append([result.wild_type.id, count, *cells, *_correlation_cells(known, result, arm)])
-    columns = ["protein", "variants", "arm", "mean score", "best variant", "its score", *known]
+    columns = ["protein", "variants", "arm", "mean\nscore", "best\nvariant", "its\nscore", *known]
     title = f"{len(results):,} proteins, {results[0].scores[results[0].reference].method_name}"
     return text_table(
         title, columns, rows, left=(0, 2, 4), caption=_rest(len(results)) or f"score: {_unit(results[0])}"
@@ -168,9 +170,9 @@ def _correlations(results: Sequence[ProteinVariants]) -> dict[str, Correlation]:
     measured = any(one.measured is not None for result in results for one in result.variants)
     known: dict[str, Correlation] = {}
     if measured:
-        known["Spearman with measured"] = lambda result, arm: result.against_measured(arm)
+        known["Spearman\nwith measured"] = lambda result, arm: result.against_measured(arm)
     if "full" in arms and len(arms) > 1:
-        known["Spearman with full"] = lambda result, arm: result.against_full(arm)
+        known["Spearman\nwith full"] = lambda result, arm: result.against_full(arm)
     return known
 
 
@@ -191,17 +193,18 @@ def _target_table(result: TargetResult, top: int) -> Table:
         likelihood = f"{reference.scores[index].pseudo_log_likelihood:.2f}"
         rows.append([*cells, _number(specificities[index]) if unit else likelihood, *again[index]])
     rest = len(result.candidates) - len(shown)
-    of_arm = f", {result.reference}" if len(result.scores) > 1 else ""
+    of_arm = f"\n{result.reference}" if len(result.scores) > 1 else ""
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
         [
             *("rank", "candidate", "sequence"),
-            *(f"pseudo-perplexity, {arm}" for arm in result.scores),
-            f"specificity, {unit}" if unit else f"pseudo-log-lik.{of_arm}",
+            *(f"{_PERPLEXITY}\n{arm}" for arm in result.scores),
+            f"specificity\n{unit}" if unit else f"pseudo-log-lik.{of_arm}",
             *titles,
         ],
         rows,
         left=(0, 1, 2),
+        cut=(2,),
         caption=_caption(rest, result.sort_by, unit),
     )
 
@@ -219,7 +222,7 @@ def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str
     if not scores.rescored:
         return [], [[]] * len(scores.scores)
     unit, _ = scores.specificities()
-    titles = ["pseudo-perplexity, full", *(["specificity, full"] if unit else []), "rank by full"]
+    titles = [f"{_PERPLEXITY}\nfull", *(["specificity\nfull"] if unit else []), "rank\nby full"]
     cells = [[""] * len(titles)] * len(scores.scores)
     exact = scores.rescored_cells(sort_by)
     for before, index in enumerate(scores.ranking(sort_by), start=1):
@@ -233,11 +236,12 @@ def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str
 
 
 def _targets_summary(results: Sequence[TargetResult]) -> Table:
-    """One row per target, with its best candidate."""
+    """One row per target, with its best candidate; sizes are left out beside exact values, which need the width."""
     rows = []
     unit, _ = results[0].scores[results[0].reference].specificities()
     exact = [_rescored(result.scores[result.reference], result.sort_by) for result in results[:_ROWS]]
     titles = next((own for own, _ in exact if own), [])
+    sizes = [] if titles else ["residues", "candidates"]
     for result, (_, again) in zip(results, exact, strict=False):
         best = result.ranking()[0]
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
@@ -245,17 +249,18 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         _, specificities = result.scores[result.reference].specificities()
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
         compared = [_number(specificities[best])] if unit else []
-        rows.append([result.target.id, *counts, *cells, *compared, *(again[best] or [""] * len(titles))])
+        rows.append([result.target.id, *counts[: len(sizes)], *cells, *compared, *(again[best] or [""] * len(titles))])
     return text_table(
         f"best candidates of {len(results):,} targets",
         [
-            *("target", "residues", "candidates", "best candidate", "sequence"),
-            *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
-            *([f"specificity, {unit}"] if unit else []),
+            *("target", *sizes, "best\ncandidate", "sequence"),
+            *(f"{_PERPLEXITY}\n{arm}" for arm in results[0].scores),
+            *([f"specificity\n{unit}"] if unit else []),
             *titles,
         ],
         rows,
-        left=(0, 3, 4),
+        left=(0, len(sizes) + 1, len(sizes) + 2),
+        cut=(len(sizes) + 2,),
         caption=_rest(len(results)) or _caption(0, results[0].sort_by, unit),
     )
 
@@ -299,4 +304,4 @@ def _number(value: float | None) -> str:
 
 
 def _shortened(sequence: str, longest: int = 32) -> str:
-    return sequence if len(sequence) <= longest else sequence[: longest - 3] + "..."
+    return sequence if len(sequence) <= longest else sequence[: longest - 1] + "…"

@@ -17,16 +17,20 @@ def text_table(
     rows: Iterable[Sequence[str]] = (),
     *,
     left: Collection[int] = (0,),
+    cut: Collection[int] = (),
     caption: str | None = None,
     **style: Any,
 ) -> Table:
-    """A table whose columns are aligned to the right, as numbers are. Control characters are shown as escapes.
+    """A table whose columns are aligned to the right and never broken, as numbers are, but for those of text.
+
+    Control characters are shown as escapes.
 
     Args:
         title: printed above; may be empty.
-        columns: their headers.
+        columns: their headers, which may have several lines.
         rows: one text per column.
-        left: indices of the columns that are aligned to the left.
+        left: indices of the columns of text, which are aligned to the left, and folded where the terminal is narrow.
+        cut: indices of those among them that are cut off instead.
         caption: printed below, in one line even where the table is narrow.
         **style: of `rich.table.Table`.
     """
@@ -34,9 +38,16 @@ def text_table(
     if caption is not None:
         table.caption = Text(visible(caption), no_wrap=True, overflow="ignore")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in left else "right", overflow="fold")
+        if index in left:
+            table.add_column(column, overflow="ellipsis" if index in cut else "fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_plain, row))
+        cells = [_plain(cell) for cell in row]
+        for index in cut:
+            # Of the texts alone: rich does not narrow a column that has it.
+            cells[index].no_wrap = True
+        table.add_row(*cells)
     return table
 
 

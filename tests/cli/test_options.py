@@ -64,6 +64,7 @@ def test_help_shows_every_option_with_a_sentence(command: str) -> None:
         sentence = texts[name].split("[")[0].strip()
         # A type, such as STR, comes first.
         assert len(sentence.split()) > 2 and sentence.endswith("."), name
+        assert "[default: ]" not in texts[name], name
 
 
 def test_shared_options_have_one_text() -> None:

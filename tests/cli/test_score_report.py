@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -13,8 +14,10 @@ from rich.console import Console
 from esm_turbo import TurboEsm
 from esm_turbo.cli.score_report import score_report, variants_report
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.scoring.records import Candidate, read_candidates, score_records
 from esm_turbo.tasks.scoring.score import CandidateScore
+from esm_turbo.tasks.scoring.screens import compare
 from esm_turbo.tasks.scoring.specificity import BackgroundFigures
 from esm_turbo.tasks.variants.records import MeasuredVariant
 from esm_turbo.tasks.variants.records import score_records as score_variant_records
@@ -22,9 +25,9 @@ from esm_turbo.tasks.variants.records import score_records as score_variant_reco
 TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVKSHFSRQ"), ProteinRecord("two", "GSWKDLAEPLLKRRVWTC")]
 
 
-def lines_of(parts: Sequence[object]) -> list[str]:
+def lines_of(parts: Sequence[object], width: int = 200) -> list[str]:
     out = io.StringIO()
-    console = Console(file=out, width=200)
+    console = Console(file=out, width=width)
     for part in parts:
         console.print(part)
     return out.getvalue().splitlines()
@@ -88,7 +91,8 @@ def test_a_summary_shows_the_exact_value_of_the_best_and_how_far_it_moved(turbo:
         result.scores["turbo"] = replace(scores, rescored={best: scores.scores[second], second: scores.scores[best]})
     report = score_report(run, None)
     lines = lines_of(report)
-    assert any("pseudo-perplexity, full" in line and "rank by full" in line for line in lines)
+    header = next(line for line in lines if "by full" in line)
+    assert [cell.strip() for cell in header.split("┃")[-3:-1]] == ["full", "by full"]
     assert row(lines, "t0")[-2:] == ["", ""]
     for result in run.results[1:]:
         exact = result.rescored[result.ranking()[0]].pseudo_perplexity
@@ -110,11 +114,33 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     result = replace(result, scores={"turbo": scores.with_exact([last], exact)}, sort_by="specificity")
     run.results = [result]
     lines = lines_of(score_report(run, None))
-    assert any(f"specificity, {unit}" in line and "specificity, full" in line for line in lines)
+    header = next(line for line in lines if "by full" in line)
+    assert [cell.strip() for cell in header.split("┃")[-5:-1]] == [unit, "full", "full", "by full"]
     specificity = "2.0000" if unit == "s.d." else "1.0000"
     assert row(lines, "3")[-3:] == ["7.389", specificity, "1 (+2)"]
     assert row(lines, "1")[-3:] == ["", "", ""]
     assert lines[-1].endswith("specificity, full, is exact on the target, but its background is by turbo")
+
+
+@pytest.mark.parametrize("arms", [("turbo", "frozen", "full"), ("turbo",)])
+def test_tables_of_120_columns_break_no_word(turbo: TurboEsm, arms: tuple[Arm, ...]) -> None:
+    targets = [ProteinRecord(f"serine_protease_fragment_{i}", "MKTAYIAKQRQISF" + "G" * i) for i in range(4)]
+    candidates = [Candidate("peptide_1", "ACDEFGHIKLMNPQRSTVWY" * 2), Candidate("peptide_2", "WTC")]
+    run = score_records(turbo, targets, candidates, arms)
+    compare(run, "targets")
+    words = ["candidate", "sequence", "perplexity", "specificity"]
+    if "full" not in arms:
+        words.append("by full")
+        for result in run.results:
+            scores = result.scores["turbo"]
+            result.scores["turbo"] = replace(scores, rescored=dict(enumerate(scores.scores)))
+    for top in (None, 2):
+        text = "\n".join(lines_of(score_report(run, top), 120))
+        assert max(map(len, text.splitlines())) <= 120
+        for word in words:
+            assert re.search(f"[┃ ]{word} *┃", text), word
+        # A sequence that does not fit is cut off.
+        assert top is None or re.search("│ ACD[A-Y]*… *│", text)
 
 
 def test_summaries_are_bounded(turbo: TurboEsm) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import (
     announce,
@@ -20,6 +18,7 @@ from esm_turbo.cli.inputs import (
     readable,
 )
 from esm_turbo.cli.options import (
+    NO_DEFAULT,
     READS,
     AutoBatchTokens,
     CacheOptions,
@@ -39,8 +38,6 @@ from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
 from esm_turbo.tasks.common.progress import part_of
 
-_NO_DEFAULT = Parameter(show_default=False)
-
 
 def binders(
     targets: InputFile,
@@ -54,8 +51,8 @@ def binders(
     temperature: float = 1.0,
     per_step: int | None = None,
     sweeps: int = 1,
-    allowed: Annotated[str | None, _NO_DEFAULT] = None,
-    banned: Annotated[str, _NO_DEFAULT] = "",
+    allowed: Annotated[str | None, NO_DEFAULT] = None,
+    banned: Annotated[str, NO_DEFAULT] = "",
     seed: int = 0,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,

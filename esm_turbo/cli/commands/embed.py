@@ -14,6 +14,7 @@ from esm_turbo.cli.inputs import announce, check_minimum, list_bad, opened_store
 from esm_turbo.cli.interrupts import interrupts
 from esm_turbo.cli.options import (
     MANY,
+    NO_DEFAULT,
     CacheOptions,
     InputFile,
     JsonFile,
@@ -39,7 +40,7 @@ def embed(
     /,
     *,
     repr_layers: Annotated[tuple[int, ...], MANY] = (-1,),
-    include: Annotated[tuple[Include, ...] | None, MANY] = None,
+    include: Annotated[tuple[Include, ...] | None, MANY, NO_DEFAULT] = None,
     toks_per_batch: ProteinBatchTokens = None,
     truncation_seq_length: int | None = None,
     window: int | None = None,

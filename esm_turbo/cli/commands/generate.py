@@ -6,12 +6,11 @@ import os
 from dataclasses import asdict
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from esm_turbo.cli.console import progress_bar, save_text, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
+    NO_DEFAULT,
     CacheOptions,
     InputFile,
     JsonFile,
@@ -25,8 +24,6 @@ from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.files.tabular import counted
 from esm_turbo.tasks.common.options import UnmaskingOrder
-
-_NO_DEFAULT = Parameter(show_default=False)
 
 
 def generate(
@@ -43,8 +40,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    allowed: Annotated[tuple[str, ...], MANY, _NO_DEFAULT] = (),
-    banned: Annotated[str, _NO_DEFAULT] = "",
+    allowed: Annotated[tuple[str, ...], MANY, NO_DEFAULT] = (),
+    banned: Annotated[str, NO_DEFAULT] = "",
     seed: int = 0,
     refresh: int | None = None,
     refresh_every: int | None = None,

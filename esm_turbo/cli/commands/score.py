@@ -121,7 +121,9 @@ def score(
     per_candidate = sum(len(good) if one.target is None else 1 for one in read) // len({one.sequence for one in read})
     background, contexts = read_background(screen.background, letters, per_candidate)
     if contexts:
-        say(f"{counted(len(contexts), 'decoy')}, at a cost of {len(contexts) / per_candidate:.2f} times the pairs")
+        times = 1 + len(contexts) / per_candidate
+        others = f"on {counted(len(contexts), 'other protein')}" if background == "decoys" else "without a target"
+        say(f"each candidate is also scored {others}, for its specificity: {times:.3g} times the work")
     compares = background is not None and (bool(contexts) or shared_candidates(good, read))
     if screen.sort_by == "specificity" and not compares:
         raise ValueError(

@@ -206,8 +206,8 @@ def score_pairs(
         targets: residues of each. One that is invalid or does not fit into memory fails, and the others are scored.
         candidates: residues of each, scored on all targets; or as many lists of them as there are targets.
         background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
-            the same candidate, which costs nothing; `none`; or as for `score`, where `decoys` are as many as cost a
-            quarter of the pairs, if there are four targets for a candidate.
+            the same candidate, which costs nothing; `none`; or as for `score`, where `decoys` are one for every four
+            targets of a candidate, and all for fewer than four.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
         devices: where copies of the model share the work, in processes of their own: "all" CUDA devices, a list of
             names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then

@@ -135,7 +135,8 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
     total = named.total()
     # Of a few variants, another numbering may fit all by chance.
     if fitting[first_position] and 2 * fitting[first_position] >= total:
-        return f"numbered from {first_position}, {fitting[first_position]:,} of {total:,} residues fit"
+        share = f"{fitting[first_position]:,} of the {total:,} residues that the variants name"
+        return f"counted from {first_position}, the protein has {share}: correct this one"
     if 2 * most <= total:
         return f"no numbering fits{' most of them' if total > 1 else ''}; another protein or isoform?"
     if most == next_most:
@@ -172,8 +173,9 @@ def _substitutions(variant: str, wild_type: str, first_position: int) -> list[Su
     for part, match in _matched(variant):
         if len(match[5]) > 1:
             raise ValueError(
-                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it by"
-                " pseudo-perplexity (--method pseudo_perplexity, in Python method='pseudo_perplexity')"
+                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it, and all that it"
+                " is compared with, by pseudo-perplexity (--method pseudo_perplexity, in Python"
+                " method='pseudo_perplexity'): its scores, per residue, do not compare with marginals"
             )
         residue, index = _residue_at(variant, match[1], match[2], wild_type, first_position)
         mutant = _checked_mutants(variant, match[5])

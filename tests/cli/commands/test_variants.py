@@ -27,7 +27,7 @@ def test_variants_of_a_file_equal_those_in_python(esm_shared, turbo, wild_type, 
         "variants", wild_type, table, "--first-position", 24, "--arm", "turbo", "full", "--out", out, "--json", found
     )
     assert (code, err) == (0, "")
-    assert "Spearman with measured" in printed and "wt: 3 variants, masked marginals" in printed
+    assert "Spearman" in printed and "with measured" in printed and "wt: 3 variants, masked marginals" in printed
     names = ["M24A", "K25R", "T26S:K31G"]
     expected = turbo.score_variants(WILD_TYPE, names, first_position=24)
     [result] = json.loads(found.read_text())["results"]
@@ -73,7 +73,8 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
     assert code == 1
     assert "wt: 2 variants" in printed
     assert err.splitlines() == [
-        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; numbered from 1, 2 of 3 residues fit",
+        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; "
+        "counted from 1, the protein has 2 of the 3 residues that the variants name: correct this one",
         f"esm-turbo: error: {table}, record 'line 4': score is 'x', not a number; correct it or leave it empty",
         f"esm-turbo: error: {table}, record 'line 5': score is 'inf', not finite; correct it or leave it empty",
     ]

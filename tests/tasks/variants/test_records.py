@@ -49,7 +49,11 @@ def test_variants_of_a_file(table: Path) -> None:
     assert {one.protein for one in good} == {"wt"}
     assert good[0].columns == {"mutant": "M1A", "score": "1", "fitness": "0.5"}
     assert [(one.record, one.reason) for one in bad] == [
-        ("line 4", "'K1A': residue 1 is M; numbered from 1, 4 of 5 residues fit")
+        (
+            "line 4",
+            "'K1A': residue 1 is M; "
+            "counted from 1, the protein has 4 of the 5 residues that the variants name: correct this one",
+        )
     ]
 
 
@@ -113,7 +117,8 @@ def test_rows_name_their_wild_type(tmp_path: Path, name: str) -> None:
         ("line 4", "names no protein; fill the column 'protein'"),
         (
             "line 5",
-            "'G101A': position 101 lies outside the protein, 1 to 8; numbered from 1, 1 of 2 residues fit",
+            "'G101A': position 101 lies outside the protein, 1 to 8; "
+            "counted from 1, the protein has 1 of the 2 residues that the variants name: correct this one",
         ),
     ]
 
@@ -322,10 +327,18 @@ def test_results_that_are_kept_are_of_the_same_variants(turbo: TurboEsm, tmp_pat
         (WILD_TYPE, VARIANTS, {}),
         (WILD_TYPE, VARIANTS[:1], {}),
     ]
-    for found in (0, 1):
-        for protein, variants, options in calls:
-            score_records(turbo, [protein], variants, ["turbo"], journal=(journal := Journal(tmp_path)), **options)
-            assert journal.found == found
+
+    def run(number: int) -> int:
+        protein, variants, options = calls[number]
+        score_records(turbo, [protein], variants, ["turbo"], journal=(journal := Journal(tmp_path)), **options)
+        return journal.found
+
+    for number in range(len(calls)):
+        assert [run(number), run(number)] == [0, 1]
+        for other in set(range(len(calls))) - {number}:
+            with pytest.raises(ValueError, match="holds results of a run that was stopped"):
+                run(other)
+        Journal(tmp_path).remove()
 
 
 def test_a_variant_in_place_of_a_file_is_told_where_to_go():

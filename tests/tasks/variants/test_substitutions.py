@@ -150,10 +150,22 @@ def test_invalid_variants(variant: str, message: str) -> None:
         (["Y128A"], "1 to 28; is 1 the position of the first residue? With `first_position` 124"),
         (["K25A:T26C"], "is 1 the position of the first residue? With `first_position` 24, all 2 residues fit"),
         (["K25A", "m24a", "T26A", "W27A"], "With `first_position` 24, 3 of 4 residues fit"),
-        (["K1A", "M1A", "K2R", "T3A"], "'K1A': residue 1 is M; numbered from 1, 3 of 4 residues fit"),
-        (["K1A", "M1A"], "'K1A': residue 1 is M; numbered from 1, 1 of 2 residues fit"),
+        (
+            ["K1A", "M1A", "K2R", "T3A"],
+            "'K1A': residue 1 is M; "
+            "counted from 1, the protein has 3 of the 4 residues that the variants name: correct this one",
+        ),
+        (
+            ["K1A", "M1A"],
+            "'K1A': residue 1 is M; "
+            "counted from 1, the protein has 1 of the 2 residues that the variants name: correct this one",
+        ),
         # As residues 16 and 17 both would fit.
-        (["K2A", "S3A"], "'S3A': residue 3 is T; numbered from 1, 1 of 2 residues fit"),
+        (
+            ["K2A", "S3A"],
+            "'S3A': residue 3 is T; "
+            "counted from 1, the protein has 1 of the 2 residues that the variants name: correct this one",
+        ),
         (["W1A", "W2A", "M1A"], "no numbering fits most of them; another protein or isoform?"),
         ([f"M{'9' * 30}A"], "lies outside the protein, 1 to 28; no numbering fits"),
     ],
