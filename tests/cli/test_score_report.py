@@ -139,6 +139,9 @@ def test_tables_of_120_columns_break_no_word(turbo: TurboEsm, arms: tuple[Arm, .
         assert max(map(len, text.splitlines())) <= 120
         for word in words:
             assert re.search(f"[┃ ]{word} *┃", text), word
+        # In fewer columns, text gives way before numbers do.
+        narrow = "\n".join(lines_of(score_report(run, top), 104))
+        assert "perplexity ┃" in narrow and "specificity ┃" in narrow and "…" in narrow
         # A sequence that does not fit is cut off.
         assert top is None or re.search("│ ACD[A-Y]*… *│", text)
 
