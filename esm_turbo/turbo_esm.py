@@ -188,11 +188,17 @@ class TurboEsm(ContextModel):
         return turbo
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them."""
+        """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them.
+
+        Without a calibration, one that the folder holds is removed: it was another model's.
+        """
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        if self.calibration is not None:
-            self.calibration.save(Path(folder) / CALIBRATION_FILE)
+        path = Path(folder) / CALIBRATION_FILE
+        if self.calibration is None:
+            path.unlink(missing_ok=True)
+        else:
+            self.calibration.save(path)
 
     def warmup(self) -> int:
         """Compile the GPU kernels that calls need, ahead of the first call; see `TurboEsmModel.warmup`."""

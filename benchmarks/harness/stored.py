@@ -16,13 +16,16 @@ def newest(kind: str, key: Callable[[dict[str, Any]], Hashable], file: str | Non
 
     Args:
         kind: of the records.
-        key: computes the key of a record from its figures; None excludes the record.
+        key: computes the key of a record from its figures and its `device_name`; None excludes the record.
         file: in benchmarks/results/, without its extension; None for the name of the kind.
 
     Raises:
         LookupError: there is no record.
     """
-    found = {key(record["figures"]): record for record in _read(file or kind, kind)}
+    found = {
+        key({"device_name": record["environment"].get("device_name"), **record["figures"]}): record
+        for record in _read(file or kind, kind)
+    }
     found.pop(None, None)
     if not found:
         raise LookupError(f"benchmarks/results/{file or kind}.jsonl holds no records of {kind}")

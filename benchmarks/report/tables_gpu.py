@@ -199,7 +199,7 @@ def _on_each_device(make: Callable[[Sequence[Record]], str], benchmark: str) -> 
     """One table for every device, of the newest record of each case."""
     found = stored.newest(
         "speed",
-        lambda f: (f["shape"].get("device_name"), f["case"]) if f["benchmark"] == benchmark else None,
+        lambda f: (f["device_name"], f["case"]) if f["benchmark"] == benchmark else None,
         FILE,
     )
     devices = dict.fromkeys(record["environment"]["device_name"] for record in found.values())

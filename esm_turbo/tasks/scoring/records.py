@@ -213,8 +213,14 @@ class ScoringRun(RecordRun[TargetResult]):
     types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
-        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`; None is the number that ranks."""
-        names = {one.sequence: one.name or one.sequence for result in self.results for one in result.candidates}
+        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`; None is the number that ranks.
+
+        A candidate of several identifiers has them all.
+        """
+        own: dict[str, dict[str, None]] = {}
+        for one in (candidate for result in self.results for candidate in result.candidates):
+            own.setdefault(one.sequence, {})[one.name or one.sequence] = None
+        names = {sequence: ", ".join(identifiers) for sequence, identifiers in own.items()}
         number = by or next((one.sort_by for one in self.results), None)
         return ScoreMatrix.of([(one.target.id, one.scores[one.reference]) for one in self.results], names, number)
 

@@ -97,6 +97,12 @@ def test_matrices_of_runs_and_of_pairs_agree(turbo: TurboEsm) -> None:
     assert (ours.targets, ours.candidates) == (("0", "1"), ("KR", "WWP"))
     assert (run.matrix().targets, run.matrix().candidates) == (("t0", "t1"), ("c0", "c1"))
     np.testing.assert_allclose(run.matrix().values, ours.values, atol=1e-5)
+    own = {"t0": ["KR"], "t1": ["WWP", "KR"]}
+    named = [Candidate(f"{target}-{one}", one, target) for target, ones in own.items() for one in ones]
+    run = score_records(
+        turbo, [ProteinRecord(one, two) for one, two in zip(own, targets, strict=True)], named, ["turbo"]
+    )
+    assert run.matrix("likelihood").candidates == ("t0-KR, t1-KR", "t1-WWP")
     assert pairs.matrix().by == "specificity"
     expected = [[one.specificity for one in pairs[index].scores] for index in range(2)]
     assert pairs.matrix().values.tolist() == expected
