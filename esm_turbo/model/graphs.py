@@ -7,6 +7,7 @@ into the graph's own, and those that a prefill encodes are cut out of the graph'
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -117,8 +118,15 @@ def capture_graph(run: Callable[[], Tensor], device: torch.device, memory: Any) 
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-        output = run()
+    collects = gc.isenabled()
+    # A graph refers to itself by what it runs, so that the collector frees it, in any thread; that would end a capture.
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            output = run()
+    finally:
+        if collects:
+            gc.enable()
 
     def replay(run: Callable[[], Tensor] = run) -> Tensor:
         graph.replay()
