@@ -73,14 +73,14 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
         return None
     shown = whole.clustered(_COLUMNS)
     specific = whole.by == "specificity"
-    every = [one for result in run.results for one in result.candidates]
+    first = {one.sequence: one for result in reversed(run.results) for one in reversed(result.candidates)}
     # A matrix names its columns by either.
-    known = {one.sequence: one for one in every} | {one.id: one for one in every}
+    known = first | {name: first[sequence] for sequence, name in run.candidate_names().items()}
     own = [known[name] for name in shown.candidates]
     heat = Heatmap(
         shown.values,
         list(shown.targets),
-        [one.residues if name == one.sequence else one.label for name, one in zip(shown.candidates, own, strict=True)],
+        [_column_label(name, one) for name, one in zip(shown.candidates, own, strict=True)],
         shown.label,
         "",
         "target",
@@ -96,6 +96,13 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
         caption += f" The {len(shown.candidates)} candidates of the highest values on any target are shown."
     title = f"{counted(len(whole.candidates), 'candidate')} on {counted(len(whole.targets), 'target')}"
     return Sheet(title, caption, [[heat]], Table(whole.columns(), list(whole.rows())), summary=True)
+
+
+def _column_label(name: str, candidate: Candidate) -> str:
+    """A short text for a column of a matrix, which has this name, of a candidate of perhaps several identifiers."""
+    if name == candidate.sequence:
+        return candidate.residues
+    return candidate.label if name == candidate.name else f"{candidate.label}, ..."
 
 
 def _with_residues(candidate: Candidate) -> str:

@@ -213,16 +213,17 @@ class ScoringRun(RecordRun[TargetResult]):
     types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
-        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`; None is the number that ranks.
+        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`; None is the number that ranks."""
+        number = by or next((one.sort_by for one in self.results), None)
+        scores = [(one.target.id, one.scores[one.reference]) for one in self.results]
+        return ScoreMatrix.of(scores, self.candidate_names(), number)
 
-        A candidate of several identifiers has them all.
-        """
+    def candidate_names(self) -> dict[str, str]:
+        """Names of candidates by their residues: all identifiers of one that has several, or the residues."""
         own: dict[str, dict[str, None]] = {}
         for one in (candidate for result in self.results for candidate in result.candidates):
             own.setdefault(one.sequence, {})[one.name or one.sequence] = None
-        names = {sequence: ", ".join(identifiers) for sequence, identifiers in own.items()}
-        number = by or next((one.sort_by for one in self.results), None)
-        return ScoreMatrix.of([(one.target.id, one.scores[one.reference]) for one in self.results], names, number)
+        return {sequence: ", ".join(identifiers) for sequence, identifiers in own.items()}
 
 
 def read_candidates(

@@ -227,7 +227,9 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
 
 def test_other_candidates_are_another_run(turbo: TurboEsm, tmp_path: Path) -> None:
     score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
-    score_records(turbo, TARGETS, CANDIDATES[:1], ["turbo"], journal=(journal := Journal(tmp_path)))
+    journal = Journal(tmp_path)
+    with pytest.raises(ValueError, match="of a run that was stopped, of other inputs, options or versions"):
+        score_records(turbo, TARGETS, CANDIDATES[:1], ["turbo"], journal=journal)
     assert journal.found == 0
 
 
