@@ -8,6 +8,7 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import cosine, made_by, small, source, table
+from esm_turbo.files.tabular import counted
 
 _OTHERS = (
     "turboquant4", "turboquant3", "qjl_outliers", "qjl", "kivi4", "kivi2", "fp8", "int8", "int4", "spectral_layers",
@@ -118,7 +119,9 @@ def calibration_cost() -> str:
         found = stored.newest(
             "speed",
             lambda figures, benchmark=benchmark: (
-                figures["case"] if figures["benchmark"] == benchmark and "file MiB" in figures else None
+                (figures["case"], figures["device_name"])
+                if figures["benchmark"] == benchmark and "file MiB" in figures
+                else None
             ),
             file=file,
         )
@@ -126,9 +129,10 @@ def calibration_cost() -> str:
             figures, device = record["figures"], record["environment"]["device_name"]
             seconds = (f"{figures['seconds'][phase]['p50']:.1f}" for phase in ("all", "gather", "fit", "measure"))
             size = str(figures["shape"]["proteins"]), f"{figures['shape']['residues']:,}"
-            where = f"{device}, {figures['shape']['dtype']}"
+            threads = counted(record["environment"]["threads"], "thread")
+            where = f"{device}, {threads}, {figures['shape']['dtype']}"
             rows.append([record["model"], where, *size, *seconds, f"{figures['file MiB']:.1f}"])
-            sources.append(f"{device}: {made_by(record)}; `benchmarks/results/{file}.jsonl`.")
+            sources.append(f"{record['model']}, {device}: {made_by(record)}; `benchmarks/results/{file}.jsonl`.")
     head = ["model", "on", "proteins", "residues", "all, s", "statistics, s", "fit, s", "check, s", "file, MiB"]
     return table(head, rows) + " ".join(sources) + "\n"
 
