@@ -52,7 +52,7 @@ IntArray = npt.NDArray[np.int64]
 
 MAX_WIDTH = 8
 FIELDS = (8, 4, 2, 1)
-# Slabs are whole 32-bit words for heads of at least this size, where the restriction costs little.
+# Slabs are whole 32-bit words for heads of at least this size.
 _WORD_BYTES, _WORDS_FROM_HEAD_DIM = 4, 64
 # A GPU's work per token grows with the columns of its operands, which are limited to these, in units of `head_dim`
 # (docs/notes/kernels.md).
@@ -62,7 +62,7 @@ _MIN_SLAB_COLUMNS = 16
 _DISTORTIONS = (1.0, *(gaussian_uniform(2**width).distortion for width in range(1, MAX_WIDTH + 1)))
 # A normal component times the code of its optimal levels is on average the component's variance less the error.
 _GAINS = np.array([1.0, *(1 / (1 - distortion) for distortion in _DISTORTIONS[1:])])
-# For conditioning only: 0.02 already costs accuracy.
+# For conditioning only.
 _SHRINKAGE = 1e-3
 # The sample is in bfloat16: components below this fraction of the largest are only its rounding error, for example
 # where values have a lower rank than `head_dim`.

@@ -12,7 +12,7 @@ that q'.k' = q.k; the weighted sum of transformed values passes through the inve
 | `svd_rotation` | V^T of the SVD of the stacked vectors | the paper's: concentrates the variance |
 | `random_hadamard` | H diag(signs) / sqrt(head_dim) | data-free: spreads the variance |
 | `standardized` | diag(1 / standard deviations) T | one codebook fits all components |
-| `query_aware` | E^T S_q^(1/2) | equal errors cost equally in the scores |
+| `query_aware` | E^T S_q^(1/2) | equal errors cost equally in the output |
 
 Second moments are means of x x^T: about zero (*second moment*) or about the mean (*covariance*).
 """
