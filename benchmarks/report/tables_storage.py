@@ -72,7 +72,7 @@ def identity_cost() -> str:
             ]
         )
     head = ["model", "on", "opening a store, ms", "looking for changes at a call, ms", "the call, ms", "residues"]
-    return table(head, rows) + _measured(by_file).strip() + "\n"
+    return table(head, rows) + _sources(by_file)
 
 
 def short_contexts() -> str:
@@ -129,14 +129,10 @@ def _device(record: Record) -> str:
 
 
 def _sources(by_file: dict[str, Record]) -> str:
-    return _measured(by_file) + (
-        "esm2-mini ran in float32; the other rows have random weights in the geometry of the published checkpoints.\n"
-    )
-
-
-def _measured(by_file: dict[str, Record]) -> str:
     text = ""
     for file, record in by_file.items():
         processor = record["figures"]["shape"].get("device_name", record["environment"]["processor"])
         text += f"Measured on {processor}, {made_by(record)}; `benchmarks/results/{file}.jsonl`. "
-    return text
+    return text + (
+        "esm2-mini ran in float32; the other rows have random weights in the geometry of the published checkpoints.\n"
+    )
