@@ -30,6 +30,7 @@ from esm_turbo.ops.triton_layout import (
     KernelLayout,
     block_angles,
     key_view,
+    neutral_maps,
     next_power_of_two,
     triton_layout,
     value_view,
@@ -462,9 +463,7 @@ def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
 @per_codec
 def _inverse_maps(codec: KVCodec, device: torch.device) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Inverse maps, transposed, [layers, 1, H, D, D], and means, [layers, 1, H, 1, D]; of keys and of values."""
-    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
-    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
-    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
+    identity, zero = neutral_maps(codec.geometry, device)
     states = [codec.layer_state(layer_idx, device) for layer_idx in range(codec.geometry.num_layers)]
     key, value = (
         (

@@ -26,7 +26,7 @@ from esm_turbo.ops.triton_launch import (
     placeholder,
     strides,
 )
-from esm_turbo.ops.triton_layout import block_angles, next_power_of_two, num_slots
+from esm_turbo.ops.triton_layout import block_angles, neutral_maps, next_power_of_two, num_slots
 
 # The maps of a head are held in a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 128
@@ -306,8 +306,7 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> Encod
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
     size = _operand_size(head_dim)
-    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
-    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
+    identity, zero = neutral_maps(geometry, device)
     order = torch.tensor(column_order(size, _num_parts(DEFAULT_TUNING, size)), device=device)
     maps, means, inverses, tables, profiles, mapped = [], [], [], [], [], []
     slabs: list[tuple[str, int]] = []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, Packed
+from esm_turbo.config import Geometry
 from esm_turbo.ops.slabs import SlabSpec
 from esm_turbo.ops.triton_launch import per_codec
 
@@ -196,6 +197,13 @@ def _kind(*described: Any) -> object:
     return object()
 
 
+def neutral_maps(geometry: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What stands for a map and for a mean that a codec does not have: float32 [H, D, D] and [H, D]."""
+    heads, head_dim = geometry.num_heads, geometry.head_dim
+    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
+    return identity, torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
+
+
 def triton_layout(
     codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device, half: bool
 ) -> KernelLayout:
@@ -210,8 +218,7 @@ def triton_layout(
     """
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
-    identity = torch.eye(head_dim, dtype=torch.float32, device=device).expand(heads, -1, -1)
-    zero = torch.zeros(heads, head_dim, dtype=torch.float32, device=device)
+    identity, zero = neutral_maps(geometry, device)
     key_inverse = state.get("key_inverse", identity)
     value_inverse = state.get("value_inverse", identity)
     key_slabs, value_slabs = (
