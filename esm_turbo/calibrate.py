@@ -34,6 +34,7 @@ from esm_turbo.model.collectors import (
     Proteins,
     on_host,
 )
+from esm_turbo.model.inputs import has_gaps
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.model.sample_buffer import SampleBuffer
 from esm_turbo.model.sensitivity import SampleCollector, SensitivityCollector
@@ -274,7 +275,7 @@ class KVCalibrator:
         config = self._encoder.config
         if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
             raise ValueError(f"`input_ids` must lie in 0 to {config.vocab_size - 1}")
-        if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        if bool(has_gaps(mask).any()):
             raise ValueError("`attention_mask` is padded on the left or has holes; pad on the right")
         nothing = ~(mask & (ids != config.mask_token_id)).any(1)
         if bool(nothing.any()):

@@ -498,13 +498,12 @@ class TurboKVCache(CacheStorage):
     @property
     def is_coarse(self) -> bool:
         """True if `drop_refinements` has dropped planes of the codes."""
+        return not self._refinements() <= dict(self.named_tensors()).keys()
+
+    def _refinements(self) -> set[str]:
+        """Names of the planes that `drop_refinements` drops, among those of `named_tensors`."""
         assert self.codec is not None
-        held = dict(self.named_tensors())
-        return any(
-            f"layers.{i}.packed.{name}" not in held
-            for i in range(len(self.layers))
-            for name in self.codec.refinements(i)
-        )
+        return {f"layers.{i}.packed.{name}" for i in range(len(self.layers)) for name in self.codec.refinements(i)}
 
     def drop_refinements(self) -> None:
         """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.
@@ -516,10 +515,9 @@ class TurboKVCache(CacheStorage):
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
-        names = [self.codec.refinements(i) for i in range(len(self.layers))]
-        if not any(names):
+        gone = self._refinements()
+        if not gone:
             raise ValueError(f"caches of preset {self.config.name!r} have no planes that can be dropped")
-        gone = {f"layers.{i}.packed.{name}" for i, own in enumerate(names) for name in own}
         before = dict(self.named_tensors())
         self._set_tensors({name: tensor for name, tensor in before.items() if name not in gone})
         self._let_go(tensor for name, tensor in before.items() if name in gone)

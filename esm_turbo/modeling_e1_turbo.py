@@ -34,6 +34,7 @@ from esm_turbo.model.e1_layers import (
     TurboE1Config,
     run_packed,
 )
+from esm_turbo.model.inputs import has_gaps
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
 from esm_turbo.model.sequences import number_sequences
@@ -224,8 +225,7 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
                     sequence_id = torch.where(attention_mask != 0, sequence_id, -1)
             if several:
                 assert sequence_id is not None
-                hidden = sequence_id < 0
-                if bool((hidden[:, :-1] & ~hidden[:, 1:]).any()):
+                if bool(has_gaps(sequence_id >= 0).any()):
                     raise ValueError(
                         "rows of several sequences must begin with `<bos>`, and be padded on the right and nowhere else"
                     )

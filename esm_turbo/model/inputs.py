@@ -230,11 +230,16 @@ def positions_to_store(keep: Tensor, mask: Tensor, given: Tensor | None, compute
         raise ValueError(f"`append_mask` must be bool {list(mask.shape)}, got {keep.dtype} {list(keep.shape)}")
     if keep.device.type == "cpu" and bool((keep & ~mask).any()):
         raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
-    gaps = keep.device.type == "cpu" and bool((keep[:, 1:] & ~keep[:, :-1]).any() | ~keep[:, 0].all())
-    return computed if gaps else given
+    skips = keep.device.type == "cpu" and bool(has_gaps(keep).any() | ~keep[:, 0].all())
+    return computed if skips else given
+
+
+def has_gaps(mask: Tensor) -> Tensor:
+    """Which rows of a mask, bool [batch, n], are padded on the left or have holes, bool [batch]."""
+    return (mask[:, 1:] & ~mask[:, :-1]).any(1)
 
 
 def _check_right_padded(mask: Tensor) -> None:
-    if mask.device.type == "cpu" and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        row = int((mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero()[0])
+    if mask.device.type == "cpu" and bool((gaps := has_gaps(mask)).any()):
+        row = int(gaps.nonzero()[0])
         raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")
