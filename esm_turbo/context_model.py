@@ -115,12 +115,18 @@ class ContextModel:
         """The model; another one must be of a family that the tokenizer serves.
 
         Raises:
-            ValueError: when it is set, it is not.
+            TypeError: when it is set, it is not a model that caches contexts, such as one wrapped by PEFT.
+            ValueError: it is of another family.
         """
         return self._model
 
     @model.setter
     def model(self, model: CachedMaskedLM) -> None:
+        if not hasattr(type(model), "new_cache"):
+            raise TypeError(
+                f"`model` must be one such as TurboEsmForMaskedLM, got {type(model).__name__}; of an adapter give"
+                " `merge_and_unload()`"
+            )
         codes = TokenCodes.of(self.tokenizer, model.family)
         codes.check(model.config)
         self._model, self.codes = model, codes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import EsmTokenizer
 from transformers.models.esm import modeling_esm
 from transformers.models.esmc import modeling_esmc
@@ -128,18 +129,27 @@ def _replace_forward(model: nn.Module) -> None:
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("change", [_hook, _replace_forward])
-def test_scores_do_not_leave_out_code_of_the_whole_model(change: Callable[[nn.Module], None]) -> None:
+def _hook_all(model: nn.Module) -> RemovableHandle:
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+
+
+@pytest.mark.parametrize("change", [_hook, _replace_forward, _hook_all])
+def test_scores_do_not_leave_out_code_of_the_whole_model(change: Callable[[nn.Module], Any]) -> None:
     turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    turbo.model.model_id = "changed"
     context = turbo.prefill("MKTAYI")
-    change(turbo.model)
-    for call in (
-        lambda: turbo.score("MKTAYI", ["ACD"], arm="full"),
-        lambda: turbo.score_variants("MKTAYI"),
-        lambda: turbo.extend(context, ["ACD"]),
-    ):
-        with pytest.raises(ValueError, match="TurboEsmForMaskedLM has hooks or a forward of its own"):
-            call()
+    handle = change(turbo.model)
+    try:
+        for call in (
+            lambda: turbo.score("MKTAYI", ["ACD"], arm="full"),
+            lambda: turbo.score_variants("MKTAYI"),
+            lambda: turbo.extend(context, ["ACD"]),
+        ):
+            with pytest.raises(ValueError, match="TurboEsmForMaskedLM has hooks or a forward of its own"):
+                call()
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 @pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")

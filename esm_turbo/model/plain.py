@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esm_turbo.files.forward_code import changes_no_number, is_known
+from esm_turbo.files.forward_code import GLOBAL_HOOKS, changes_no_number, is_known
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -28,9 +28,7 @@ def is_plain(module: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
     Adapters replace modules or their forward, or hook into them; offloaded layers do, too. A call takes some 0.1 ms for
     33 layers, as it does not walk the tree again while it stays the same, and its loops run in C.
     """
-    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-        return False
-    return tree_of(module).is_plain(allowed)
+    return not _global_hooks() and tree_of(module).is_plain(allowed)
 
 
 def tree_of(module: nn.Module) -> _Tree:
@@ -92,6 +90,11 @@ def _is_replaced(hook: Any) -> bool:
     return type(hook) is ToWeights or changes_no_number(hook)
 
 
+def _global_hooks() -> bool:
+    """Tell whether there are hooks of all modules."""
+    return any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
+
+
 def check_attention(attention: type[nn.Module]) -> None:
     """Check that the library's attention was not replaced, which sessions attend in place of.
 
@@ -108,18 +111,18 @@ def check_attention(attention: type[nn.Module]) -> None:
 def is_unhooked(module: nn.Module) -> bool:
     """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return "forward" not in module.__dict__ and all(map(_is_replaced, hooks))
+    return "forward" not in module.__dict__ and not _global_hooks() and all(map(_is_replaced, hooks))
 
 
 def check_unhooked(model: nn.Module) -> None:
     """Check that calls of a model's encoder and head run all that a call of the model would.
 
     Raises:
-        ValueError: the model has hooks, or a forward, of its own.
+        ValueError: the model has hooks, or a forward, of its own, or there are hooks of all modules.
     """
     if not is_unhooked(model):
         raise ValueError(
-            f"{type(model).__name__} has hooks or a forward of its own, as a program or a library such as accelerate"
-            " puts there; scores call its encoder and its head, and would leave them out: put hooks on these, or call"
-            " the model"
+            f"{type(model).__name__} has hooks or a forward of its own, or there are hooks of all modules, as a program"
+            " or a library such as accelerate puts there; scores call its encoder and its head, and would leave them"
+            " out: put hooks on these, or call the model"
         )

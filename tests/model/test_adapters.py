@@ -158,3 +158,14 @@ def test_without_peft_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=rf"^adapters need peft: {re.escape(install_hint('adapters'))}$"):
         TurboEsm.from_pretrained(adapter[0], preset="exact", device="cpu")
+
+
+def test_a_wrapped_model_is_refused_and_its_merged_one_taken(base: Path) -> None:
+    turbo = TurboEsm.from_pretrained(base, device="cpu", preset="exact")
+    wrapped = get_peft_model(turbo.model, LoraConfig(target_modules=["query"], init_lora_weights=False))
+    with pytest.raises(TypeError, match="got PeftModel; of an adapter give `merge_and_unload"):
+        turbo.model = wrapped
+    expected = logits_of(wrapped, turbo.tokenizer)
+    turbo.model = wrapped.merge_and_unload()
+    torch.testing.assert_close(logits_of(turbo.model, turbo.tokenizer), expected, rtol=0, atol=1e-4)
+    assert turbo.prefill(SEQUENCE).batch_size == 1

@@ -140,6 +140,6 @@ def _layers(repr_layers: Sequence[int], last: int) -> tuple[int, ...]:
     if not repr_layers:
         raise ValueError("`repr_layers` must name at least one layer")
     for layer in repr_layers:
-        if not -(last + 1) <= layer <= last:
+        if layer not in range(-(last + 1), last + 1):
             raise ValueError(f"`repr_layers` must lie in {-(last + 1)} to {last} for this model, got {layer}")
-    return tuple(dict.fromkeys(layer % (last + 1) for layer in repr_layers))
+    return tuple(dict.fromkeys(int(layer) % (last + 1) for layer in repr_layers))

@@ -185,6 +185,7 @@ def test_one_warning_for_all_long_proteins(turbo, tiny):
     ("options", "message"),
     [
         ({"repr_layers": [13]}, "`repr_layers` must lie in -13 to 12 for this model, got 13"),
+        ({"repr_layers": [0.5]}, "`repr_layers` must lie in -13 to 12 for this model, got 0.5"),
         ({"repr_layers": [-14]}, "got -14"),
         ({"repr_layers": []}, "at least one layer"),
         ({"include": []}, "`include` must be some of"),
