@@ -114,7 +114,7 @@ class TurboEsmLayer(PicklableHooksMixin, EsmLayer):
 
     def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
         output: Tensor
-        if not isinstance(kv_session, Extension) or kv_session.runs_library:
+        if kv_session is None or kv_session.runs_library:
             output = super().forward(hidden_states, *args, kv_session=kv_session, **kwargs)
             return output
         hidden_states = self.attention(hidden_states, *args, kv_session=kv_session, **kwargs)
@@ -188,6 +188,7 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
     _no_split_modules = ("TurboEsmLayer", "EsmEmbeddings")
     packed_operations = frozenset({"add_layer_norm", "gelu_", "linear", "rotate_"})
+    activates_by_session = True
     plain_modules = frozenset(
         {
             EsmEmbeddings,

@@ -113,6 +113,33 @@ def test_a_replaced_attention_has_no_contexts(monkeypatch: Patch, family: str, a
         largest_difference(model)
 
 
+def _replace_gelu(monkeypatch: Patch, models: list[nn.Module]) -> None:
+    monkeypatch.setattr(modeling_esm, "gelu", sine_of(modeling_esm.gelu))
+
+
+def _hook_intermediate(monkeypatch: Patch, models: list[nn.Module]) -> None:
+    for model in models:
+        model.esm.encoder.layer[0].intermediate.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("change", [None, _replace_gelu, _hook_intermediate])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_forwards_without_a_cache_have_the_bits_of_the_librarys(
+    monkeypatch: Patch, change: Callable[..., None] | None, gradients: bool
+) -> None:
+    library = make_esm()
+    model = TurboEsmForMaskedLM.from_esm(library)
+    ids, mask = random_ids([40, 25], masks=1)
+    with torch.set_grad_enabled(gradients):
+        before = model(ids, mask).logits
+        assert torch.equal(before, library(ids, mask).logits)
+        if change is not None:
+            change(monkeypatch, [library, model])
+            after = model(ids, mask).logits
+            assert torch.equal(after, library(ids, mask).logits)
+            assert not torch.equal(after, before)
+
+
 def test_hooks_between_the_products_of_a_layer_run() -> None:
     model = MODELS["ESM-2"]()
     for layer in model.base_model.encoder.layer:

@@ -35,7 +35,7 @@ from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cac
 from esm_turbo.model.plain import is_plain, is_unhooked, plain_addresses
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
-from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, PooledExtension, Prefill
+from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
 from esm_turbo.model.static_cache import StaticKVCache
 from esm_turbo.ops import triton_attention
 
@@ -213,7 +213,9 @@ class Executor:
 
     def run(self, plan: ForwardPlan) -> ModelOutput:
         """Run a plan, on packed tokens where it can be, else by the library's forward."""
-        if plan.session is not None:
+        if plan.session is None and plan.packing is None and self.encoder.activates_by_session:
+            plan.session = self._plain_session()
+        elif plan.session is not None:
             plan.session.runs_library = not self.runs_known_code()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
@@ -221,6 +223,13 @@ class Executor:
             assert plan.cache is not None
             plan.cache.commit(plan.append)
         return output if plan.order is None else in_order(output, plan.order.argsort())
+
+    def _plain_session(self) -> Plain | None:
+        """The session of a forward without a cache; None where the library's functions are to run."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        model_identity(self.encoder, sampled=False)
+        return Plain() if self.runs_known_code() else None
 
     def observe(self, inputs: ForwardInputs, session: KVSession) -> None:
         """Run the library's forward for a session that only collects; ids and embeddings may both be given."""

@@ -30,6 +30,7 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
         exact_contexts: sizes of contexts that never see what follows them, so that reusing them changes nothing: whole
             homologs, and then a whole query; None where a context is the begin of a protein, which sees what follows.
+        activates_by_session: whether layers have the activation computed by a session, which is faster on a CPU.
         is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
@@ -37,6 +38,7 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
     exact_contexts: ContextLimits | None = None
+    activates_by_session: ClassVar[bool] = False
     is_spread: bool = False
 
     @property

@@ -20,6 +20,7 @@ from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.ops import torch_ops
 from esm_turbo.ops.backends import KVBackend
 
 
@@ -31,11 +32,15 @@ class KVSession(ABC):
             since unknown code may have replaced the former.
     """
 
-    runs_library = False
+    runs_library = True
 
     @abstractmethod
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         """Computes the attention output [batch, heads, n, head_dim]; None leaves it to the model's own attention."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """Computes the activation of x [batch, n, intermediate_size], see `torch_ops.gelu`."""
+        return torch_ops.gelu(x)
 
 
 def attend_by(session: KVSession, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
@@ -46,6 +51,15 @@ def attend_by(session: KVSession, layer_idx: int, query: Tensor, keys: Tensor, v
         return session.attend(layer_idx, query, keys, values)
     with torch.autocast(device_type, enabled=False):
         return session.attend(layer_idx, query, keys, values)
+
+
+class Plain(KVSession):
+    """Reads and writes no cache, and has modules of known code compute what the library's would."""
+
+    runs_library = False
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Leaves attention to the model."""
 
 
 class Prefill(KVSession):
@@ -155,7 +169,7 @@ class Extension(KVSession):
         return self.backend.rotate(query, keys, cos, sin, scale)
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Computes the activation of x [batch, n, intermediate_size], see `torch_ops.gelu`."""
+        """See `KVSession.gelu`."""
         return self.backend.gelu(x)
 
 

@@ -320,5 +320,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The model's activation (Hendrycks and Gimpel 2016), step by step as the model computes it."""
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    """The model's activation (Hendrycks and Gimpel 2016), step by step as the model computes it.
+
+    Without gradients in one new tensor, which takes a third of the time on a CPU; subnormal numbers aside, bits are the
+    same.
+    """
+    if torch.is_grad_enabled():
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    return (x / math.sqrt(2.0)).erf_().add_(1.0).mul_(0.5).mul_(x)
