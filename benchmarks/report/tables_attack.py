@@ -79,9 +79,9 @@ def kills() -> str:
         if engine in totals
     ]
     rows.append(["all", "", *_counts(sum(totals.values(), Counter()))])
-    newest = list(every.values())[-1]
-    said = "; ".join(f"`{record['figures']['command']}`" for record in every.values())
-    return table(["killed", "tasks", "runs", "kills", "findings"], rows) + f"{said}. " + source(newest, "kills")
+    *others, newest = every.values()
+    said = f"{len(every)} campaigns of `python -m benchmarks.attack.campaign`, whose options are in the file. "
+    return table(["killed", "tasks", "runs", "kills", "findings"], rows) + said + source(newest, "kills", others=others)
 
 
 def _counts(counts: Counter[str]) -> list[str]:

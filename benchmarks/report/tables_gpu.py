@@ -14,7 +14,6 @@ from benchmarks.harness.names import (
     E1_PREFILL,
     E1_REFERENCE,
     EMBED,
-    FEED_FORWARD,
     FP8,
     LAYER,
     SDPA,
@@ -28,25 +27,25 @@ _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and ra
 
 
 def gpu_attention(records: Sequence[Record]) -> str:
-    """Microseconds of decode attention by shape, and how many times as fast as SDPA."""
+    """Microseconds of SDPA by shape, and how many times as fast attention over compressed contexts is."""
     rows = []
     for record in records:
         figures = record["figures"]
-        shape, seconds = figures["shape"], figures["seconds"]
-        rows.append(
-            [
-                _decoding(shape),
-                f"{_us(seconds, SDPA)} ({figures['SDPA bf16 backend'].partition('_')[0].lower()})",
-                *(f"{_us(seconds, p)}{_times(figures, f'{SDPA} / {p}')}" for p in _SHOWN),
-            ]
-        )
-    head = ["batch x context, queries", "SDPA bf16 (backend)", *(f"`{p}`" for p in _SHOWN)]
-    return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
+        backend = figures["SDPA bf16 backend"].partition("_")[0].lower()
+        if _decoding(figures["shape"]) not in _LEFT_OUT:
+            rows.append([
+                _decoding(figures["shape"]),
+                f"{_us(figures['seconds'], SDPA)} ({backend})",
+                *(_ratio(figures, f"{SDPA} / {preset}") for preset in _SHOWN),
+            ])  # fmt: skip
+    head = ["batch x context, queries", "SDPA bf16, µs (backend)", *(f"`{p}`" for p in _SHOWN)]
+    return table(head, rows) + _source(records, "speedup over SDPA bf16; 20 heads of 64, captured in a CUDA graph")
 
 
 def gpu_overview(records: Sequence[Record]) -> str:
-    """Speedup of attention over compressed contexts against SDPA, for some shapes."""
-    records = [r for r in records if _decoding(r["figures"]["shape"]) in _OVERVIEW]
+    """Speedup of attention over compressed contexts against SDPA, for some shapes, on the first device of the file."""
+    first = next(iter(_by_device(records).values()))
+    records = [r for r in first if _decoding(r["figures"]["shape"]) in _OVERVIEW]
     rows = [
         [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
         for record in records
@@ -56,24 +55,21 @@ def gpu_overview(records: Sequence[Record]) -> str:
 
 
 def gpu_calls(records: Sequence[Record]) -> str:
-    """Calls of the public API beside Hugging Face's model."""
-    rows = []
-    for record in records:
-        figures = record["figures"]
-        rates, unit = figures["per_second"], figures["unit"]
-        for arm in figures["seconds"]:
-            if arm == "matrix products alone" or arm.endswith("no graphs"):
-                continue
-            speedup = figures["ratios"].get(f"Hugging Face's model / {arm}")
-            rows.append([
-                figures["case"],
-                _call(arm),
-                _ms(figures["seconds"], arm),
-                f"{rates[arm]:,.0f} {unit}",
-                "" if speedup is None else f"{speedup:.2f}x",
-            ])  # fmt: skip
-    head = ["call", "arm", "median, ms", "per second", "speedup over Hugging Face's model"]
-    return table(head, rows) + _source(records, "bfloat16, wall time from strings to results")
+    """Calls of the public API beside Hugging Face's model, on every device."""
+    by_device = _by_device(records)
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for device, of_device in by_device.items():
+        for figures in (record["figures"] for record in of_device if record["figures"]["case"] not in _NOT_DEFAULT):
+            for arm, rate in figures["per_second"].items():
+                if arm == "matrix products alone" or arm.endswith("no graphs"):
+                    continue
+                speedup = _times(figures, f"Hugging Face's model / {arm}")
+                cell = f"{rate:,.0f} {figures['unit']}{speedup}"
+                rows.setdefault((figures["case"], _call(arm)), {})[device] = cell
+    head = ["call", "arm", *(f"{device}, per second (speedup)" for device in by_device)]
+    said = "Speedup over Hugging Face's model; bfloat16, wall time from strings to results"
+    cells = [[*names, *(found.get(device, "–") for device in by_device)] for names, found in rows.items()]
+    return table(head, cells) + "\n".join(_source(of_device, said) for of_device in by_device.values())
 
 
 def gpu_cold_start(records: Sequence[Record]) -> str:
@@ -81,11 +77,13 @@ def gpu_cold_start(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         figures = record["figures"]
-        seconds, compilation = figures["seconds"], figures["compilation_seconds"]
-        for arm, kernels in (("cold", f"{figures['kernels']} compiled"), ("warm", "all on disk")):
-            rows.append([arm, kernels, f"{seconds[arm]['p50']:.1f}", f"{compilation[arm]:.1f}"])
-    said = f"a fresh process on {records[-1]['figures']['cores']} cores, a single run each"
-    return table(["process", "kernels", "all calls, s", "of which compiling, s"], rows) + _source(records, said)
+        where = f"{record['environment']['device_name']}, {figures['cores']} cores"
+        rows.append(
+            [where, str(figures["kernels"]), *(f"{figures['seconds'][a]['p50']:.1f}" for a in ("cold", "warm"))]
+        )
+    head = ["on", "kernels", "all calls in a fresh process, kernels compiled, s", "kernels on disk, s"]
+    said = "Single runs"
+    return table(head, rows) + "\n".join(_source(found, said) for found in _by_device(records).values())
 
 
 def gpu_e1(records: Sequence[Record]) -> str:
@@ -113,7 +111,7 @@ def gpu_e1(records: Sequence[Record]) -> str:
 
 
 def gpu_fp8(records: Sequence[Record]) -> str:
-    """Calls with eight-bit products, in the geometries of three models."""
+    """Calls with all products in eight bits, in the geometries of three models."""
     rows = []
     for record in records:
         figures = record["figures"]
@@ -121,9 +119,9 @@ def gpu_fp8(records: Sequence[Record]) -> str:
         rows.append([
             figures["case"],
             f"{rates[BF16]:,.0f} {figures['unit']}",
-            *(f"{rates[arm]:,.0f} ({_ratio(figures, f'{BF16} / {arm}')})" for arm in (FEED_FORWARD, FP8)),
+            f"{rates[FP8]:,.0f} ({_ratio(figures, f'{BF16} / {FP8}')})",
         ])  # fmt: skip
-    head = ["call", "bfloat16, per second", "feed-forward networks in fp8", "all products in fp8"]
+    head = ["call", "bfloat16, per second", "fp8"]
     said = "per second (speedup); a context of 500, arms in turn, wall time from strings to results"
     return table(head, rows) + _source(records, said)
 
@@ -180,6 +178,10 @@ def _decoding(shape: dict[str, Any]) -> str:
 
 _CARD = 72e9
 _OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
+# Shapes between others that are shown.
+_LEFT_OUT = ("64 x 512, 1", "8 x 1,024, 1", "8 x 16,384, 1")
+# Calls with other batches than by default.
+_NOT_DEFAULT = ("embedding, batches of 4096 tokens",)
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
 
@@ -195,31 +197,36 @@ _SOURCES = {
 }
 
 
-def _on_each_device(make: Callable[[Sequence[Record]], str], benchmark: str) -> str:
-    """One table for every device, of the newest record of each case."""
+# Tables of all devices; others are made once for each.
+_TOGETHER = (gpu_overview, gpu_calls, gpu_cold_start)
+
+
+def _made(make: Callable[[Sequence[Record]], str], benchmark: str) -> str:
+    """The table, or tables, of the newest record of each device and case."""
     found = stored.newest(
         "speed",
         lambda f: (f["device_name"], f["case"]) if f["benchmark"] == benchmark else None,
         FILE,
     )
-    devices = dict.fromkeys(record["environment"]["device_name"] for record in found.values())
-    return "\n".join(
-        make([record for record in found.values() if record["environment"]["device_name"] == device])
-        for device in devices
-    )
+    records = list(found.values())
+    return make(records) if make in _TOGETHER else "\n".join(map(make, _by_device(records).values()))
+
+
+def _by_device(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of every device."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["environment"]["device_name"], []).append(record)
+    return found
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    make.__name__: partial(_on_each_device, make, benchmark) for make, benchmark in _SOURCES.items()
+    make.__name__: partial(_made, make, benchmark) for make, benchmark in _SOURCES.items()
 }
 
 
 def _us(seconds: dict[str, Any], arm: str) -> str:
     return f"{1e6 * seconds[arm]['p50']:,.1f}" if arm in seconds else ""
-
-
-def _ms(seconds: dict[str, Any], arm: str) -> str:
-    return f"{1e3 * seconds[arm]['p50']:,.2f}" if arm in seconds else "–"
 
 
 def _ratio(figures: dict[str, Any], name: str) -> str:

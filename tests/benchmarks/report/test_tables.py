@@ -136,7 +136,7 @@ def test_kills_of_all_runs_are_added(results: Path) -> None:
         "| `--engine ray`: the process that started the run | `score` | 2 | 3 | 0 |",
         "| all |  | 14 | 21 | 2 |",
     ]
-    assert lines[7].startswith("`campaign 1`; `campaign 2`; `campaign 2`. Measured with esm2-mini in float32")
+    assert lines[7].startswith("3 campaigns of `python -m benchmarks.attack.campaign`, whose options are in the file. ")
 
 
 def _figures(command: str, rate: float, clients: int = 64) -> dict[str, Any]:
