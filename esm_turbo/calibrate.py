@@ -260,7 +260,8 @@ class KVCalibrator:
         }
         weights = model_fingerprint(self._encoder)
         attention = attention_fingerprint(weights, self.geometry.num_layers)
-        return Calibration(statistics, attention, record | (provenance or {}), weights=weights).fit(presets)
+        calibration = Calibration(statistics, attention, record | (provenance or {}), weights=weights)
+        return calibration.fit(presets, device=self._encoder.device)
 
     def _checked(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Checked ids and bool mask, [batch, n] each, on the CPU."""

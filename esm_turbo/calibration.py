@@ -6,6 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -107,8 +108,18 @@ class Calibration:
         config = TurboConfig.from_preset(preset)
         return self.fit([config])._codecs[config]
 
-    def fit(self, presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS) -> Self:
-        """Fit the codecs of these presets now."""
+    def fit(
+        self, presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS, *, device: torch.device | None = None
+    ) -> Self:
+        """Fit the codecs of these presets now.
+
+        Args:
+            presets: those to fit.
+            device: where samples are quantised, which takes most of the time; None, and one without float64, is the
+                CPU. Results differ by the rounding of sums in float64.
+        """
+        on_cuda = device is not None and device.type == "cuda"
+        statistics = replace(self.statistics, device=str(device)) if on_cuda else self.statistics
         missing: dict[type[KVCodec], list[TurboConfig]] = {}
         for config in dict.fromkeys(map(TurboConfig.from_preset, presets)):
             if config not in self._codecs:
@@ -116,7 +127,7 @@ class Calibration:
         for cls, configs in missing.items():
             # The factorisations are too small for threads to help.
             with threadpool_limits(1, user_api="blas"):
-                states = cls.fit_all(configs, self.statistics)
+                states = cls.fit_all(configs, statistics)
             for config, state in zip(configs, states, strict=True):
                 self._codecs[config] = cls(config, self.geometry, state)
         return self

@@ -111,7 +111,7 @@ def _phases(turbo: TurboEsm, records: Sequence[ProteinRecord]) -> tuple[dict[str
         return result
 
     calibration = timed("gather", lambda: calibrate_records(turbo, records, presets=()))
-    timed(_TOGETHER, calibration.fit)
+    timed(_TOGETHER, lambda: calibration.fit(device=turbo.model.device))
     calibration.quality = timed("measure", lambda: measure_calibration(turbo, calibration, records))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.safetensors"
@@ -119,7 +119,7 @@ def _phases(turbo: TurboEsm, records: Sequence[ProteinRecord]) -> tuple[dict[str
         size = path.stat().st_size
     seconds["all"] = sum(seconds.values())
     again = Calibration(calibration.statistics, calibration.fingerprint, {})
-    timed(_APART, lambda: [again.codec(preset) for preset in PRODUCT_PRESETS])
+    timed(_APART, lambda: [again.fit([preset], device=turbo.model.device) for preset in PRODUCT_PRESETS])
     return seconds, size
 
 

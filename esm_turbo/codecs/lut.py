@@ -13,11 +13,12 @@ vectors of the post-RoPE keys (section 3.2); values are not rotated.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
-from esm_turbo.codecs.fitting import transforms
+from esm_turbo.codecs.fitting import batched, transforms
 from esm_turbo.codecs.fitting.lloyd_max import lloyd_max
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
 from esm_turbo.codecs.fitting.threads import run_threads
@@ -42,10 +43,10 @@ class LutCodec(KVCodec):
         moments, sample = statistics.select(config.protect_special_tokens)
         key_map, key_inverse = _fit_transform(config.key_transform, moments.keys, config)
         value_map, value_inverse = _fit_transform(config.value_transform, moments.values, config)
-        keys = np.einsum("lhij,lhtj->lhti", key_map, sample.keys, optimize=True)
-        values = np.einsum("lhij,lhtj->lhti", value_map, sample.values, optimize=True)
+        keys = _mapped(key_map, sample.keys, statistics.device)
+        values = _mapped(value_map, sample.values, statistics.device)
         if config.shared_codebook:
-            both = np.concatenate([keys, values], axis=2)
+            both = torch.cat([keys, values], dim=2)
             key_levels = value_levels = _fit_levels(both, config.bits)
         else:
             key_levels, value_levels = _fit_levels(keys, config.bits), _fit_levels(values, config.bits)
@@ -59,7 +60,7 @@ class LutCodec(KVCodec):
         }
         if config.value_transform != "identity" or config.standardize:
             state |= {"value_map": value_map, "value_inverse": value_inverse}
-        return {name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()}
+        return {name: torch.as_tensor(array).float().cpu() for name, array in state.items()}
 
     def _has_signs(self, kind: str) -> bool:
         return self.config.sign_correction in ("keys_and_values", f"{kind}s")
@@ -129,19 +130,27 @@ def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Ar
     return transforms.standardized(maps, moments.second_moment) if config.standardize else maps
 
 
-def _fit_levels(samples: Array, bits: int) -> Array:
+def _mapped(maps: Array, vectors: npt.NDArray[np.float32], device: str) -> Tensor:
+    """Samples [layers, heads, tokens, head_dim] after the maps of their heads, float64."""
+    samples: Tensor = torch.from_numpy(vectors).to(device).double() @ torch.from_numpy(maps).to(device).mT
+    return samples
+
+
+def _fit_levels(samples: Tensor, bits: int) -> Tensor:
     """Lloyd-Max levels per head, over all its components, [layers, heads, 2^bits]."""
-    layers, heads = samples.shape[:2]
-    levels = run_threads(lambda head: lloyd_max(samples[head], 2**bits), np.ndindex(layers, heads))
-    return np.reshape(levels, (layers, heads, -1))
+    rows = samples.flatten(2).flatten(0, 1)
+    if samples.device.type == "cpu":
+        levels = torch.from_numpy(np.stack(run_threads(lambda row: lloyd_max(row, 2**bits), rows.numpy())))
+    else:
+        levels = batched.lloyd_max(rows, 2**bits)
+    found: Tensor = levels.unflatten(0, samples.shape[:2])
+    return found
 
 
-def _mean_absolute_residual(samples: Array, levels: Array) -> Array:
+def _mean_absolute_residual(samples: Tensor, levels: Tensor) -> Tensor:
     """Mean |x - nearest level| per head, [layers, heads]."""
-
-    def of_head(head: tuple[int, ...]) -> float:
-        x, grid = samples[head], levels[head]
-        return float(np.abs(x - grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]).mean())
-
-    shape = levels.shape[:2]
-    return np.reshape(run_threads(of_head, np.ndindex(*shape)), shape)
+    residuals = []
+    for x, grid in zip(samples.flatten(2), levels, strict=True):
+        nearest = torch.searchsorted(0.5 * (grid[:, 1:] + grid[:, :-1]), x)
+        residuals.append((x - grid.gather(1, nearest)).abs().mean(1))
+    return torch.stack(residuals)

@@ -36,9 +36,10 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed, rotate
-from esm_turbo.codecs.fitting import transforms
+from esm_turbo.codecs.fitting import batched, transforms
 from esm_turbo.codecs.fitting.lloyd_max import (
     Magnitudes,
+    SortedMagnitudes,
     gaussian_uniform,
     pooled_uniform_quantizer,
     uniform_quantizer,
@@ -253,12 +254,12 @@ class _Mapped:
     Attributes:
         forward: the map, [heads, head_dim, head_dim].
         variances: of every component before it is standardised, [heads, head_dim].
-        samples: the sample, mapped, [heads, tokens, head_dim].
+        samples: the sample, mapped, float64 [heads, tokens, head_dim].
     """
 
     forward: Array
     variances: Array
-    samples: Array
+    samples: Tensor
 
 
 def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool) -> list[dict[str, Tensor]]:
@@ -290,8 +291,8 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
         found = transforms.query_aware(covariance, costs[kind][layer], _SHRINKAGE, rotary_pairs=kind == "key")
         variances = transforms.component_variances(found, covariance)
         forward = transforms.standardized(found, covariance, _SAMPLE_RESOLUTION).forward
-        centred = vectors[kind][layer] - mean[:, None]
-        return _Mapped(forward, variances, np.einsum("hij,htj->hti", forward, centred, optimize=True))
+        centred = torch.from_numpy(vectors[kind][layer] - mean[:, None]).to(statistics.device)
+        return _Mapped(forward, variances, centred @ torch.from_numpy(forward).to(statistics.device).mT)
 
     maps = {kind: run_threads(partial(mapped, kind), layers) for kind in ("key", "value")}
     variances = {kind: np.stack([one.variances for one in maps[kind]]) for kind in maps}
@@ -318,7 +319,7 @@ def fit_budgets(budgets: Sequence[int], statistics: KVStatistics, protect: bool)
             for layer, run in np.argwhere(dominant[kind] & (one == MAX_WIDTH)):
                 own = slice(run * size, (run + 1) * size)
                 step[layer, own] = _own_steps(
-                    samples[layer][..., own], weights[kind][layer], errors[kind][layer, :, own]
+                    samples[layer][..., own].cpu().numpy(), weights[kind][layer], errors[kind][layer, :, own]
                 )
             state |= {f"{kind}_steps": _f32(step), f"{kind}_widths": torch.from_numpy(one)}
             if gained.any():
@@ -454,32 +455,35 @@ def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) 
 
 
 def _fit_steps(
-    samples: Sequence[Array], weights: npt.NDArray[np.float32], widths: Sequence[IntArray], size: int
+    samples: Sequence[Tensor], weights: npt.NDArray[np.float32], widths: Sequence[IntArray], size: int
 ) -> list[Array]:
     """Steps of every component, [layers, head_dim] for each preset: one per width for the whole model.
 
     Where the sample is zero, the step is 1.
 
     Args:
-        samples: mapped keys or values of each layer, [heads, tokens, head_dim].
+        samples: mapped keys or values of each layer, float64 [heads, tokens, head_dim].
         weights: of the tokens, [layers, heads, tokens].
         widths: of the runs, [layers, runs] for each preset.
         size: components per run.
     """
     # Weights are comparable only between tokens of the same head.
     weights = weights / np.maximum(weights.mean(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+    device = samples[0].device
     # Components with the same widths in all presets are sorted together, once.
     profiles, members = np.unique(np.stack(widths, axis=-1).reshape(-1, len(widths)), axis=0, return_inverse=True)
     members = np.repeat(members.reshape(widths[0].shape), size, axis=1)
 
-    def pooled(profile: int) -> Magnitudes | None:
+    def pooled(profile: int) -> SortedMagnitudes | None:
         parts, part_weights = [], []
         for layer in np.flatnonzero((members == profile).any(axis=1)).tolist():
-            chosen = samples[layer][:, :, members[layer] == profile]
-            parts.append(chosen.reshape(-1))
-            part_weights.append(np.broadcast_to(weights[layer][:, :, None], chosen.shape).reshape(-1))
-        x, w = np.concatenate(parts), np.concatenate(part_weights)
-        return Magnitudes(x, w) if profiles[profile].any() and w.any() else None
+            chosen = samples[layer][:, :, torch.from_numpy(members[layer] == profile).to(device)]
+            parts.append(chosen.flatten())
+            part_weights.append(torch.from_numpy(weights[layer]).to(device)[:, :, None].expand_as(chosen).flatten())
+        x, w = torch.cat(parts), torch.cat(part_weights)
+        if not (profiles[profile].any() and bool(w.any())):
+            return None
+        return Magnitudes(x.numpy(), w.numpy()) if device.type == "cpu" else batched.Magnitudes(x, w)
 
     magnitudes = run_threads(pooled, range(len(profiles)))
 

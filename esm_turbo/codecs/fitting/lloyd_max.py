@@ -10,7 +10,7 @@ by dynamic programming on bins of the sorted sample, followed by Lloyd's iterati
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,8 +22,8 @@ IntArray = NDArray[np.intp]
 
 MAX_LEVELS = 256
 
-_MAX_LLOYD_STEPS = 1000
-_LLOYD_TOLERANCE = 1e-8
+MAX_LLOYD_STEPS = 1000
+LLOYD_TOLERANCE = 1e-8
 """Iterations stop when the distortion falls by less than this fraction."""
 _STEPS_TRIED = np.exp2(np.arange(-70, 106) / 35)
 """Candidate steps of evenly spaced levels, in units of the Gaussian quantiser's step."""
@@ -122,6 +122,17 @@ def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None
     return pooled_uniform_quantizer([Magnitudes(samples, weights)], levels)
 
 
+class SortedMagnitudes(Protocol):
+    """`Magnitudes`, here or on a device (fitting/batched.py)."""
+
+    largest: float
+    heaviest: float
+    total: float
+    power: float
+
+    def moments(self, steps: FloatArray, levels: int) -> tuple[FloatArray, FloatArray]: ...
+
+
 class Magnitudes:
     """Magnitudes of a sample in ascending order, with sums that give the moments of evenly spaced quantisers.
 
@@ -160,7 +171,7 @@ class Magnitudes:
         return np.diff(self._first[edges]) @ centres, np.diff(self._zeroth[edges]) @ centres**2
 
 
-def pooled_uniform_quantizer(parts: Sequence[Magnitudes], levels: int) -> UniformQuantizer:
+def pooled_uniform_quantizer(parts: Sequence[SortedMagnitudes], levels: int) -> UniformQuantizer:
     """The evenly spaced quantiser of samples that are pooled, see `uniform_quantizer`; each is sorted but once.
 
     Raises:
@@ -190,10 +201,10 @@ def pooled_uniform_quantizer(parts: Sequence[Magnitudes], levels: int) -> Unifor
     best = int(moments(steps)[2].argmin())
     step = steps[best : best + 1]
     first, zeroth, distortion = moments(step)
-    for _ in range(_MAX_LLOYD_STEPS):
+    for _ in range(MAX_LLOYD_STEPS):
         step, previous = first / zeroth, distortion
         first, zeroth, distortion = moments(step)
-        if previous - distortion <= _LLOYD_TOLERANCE * distortion:
+        if previous - distortion <= LLOYD_TOLERANCE * distortion:
             break
     return UniformQuantizer(float(step[0]) * scale, float(distortion[0]) * scale * scale)
 
@@ -288,6 +299,11 @@ class _PrefixSums:
         return np.maximum(second - first * first / np.where(zeroth > 0, zeroth, 1.0), 0.0)
 
 
+def num_bins(levels: int) -> int:
+    """Number of bins among whose unions the first cells are sought."""
+    return max(_MIN_BINS, _BINS_PER_LEVEL * levels)
+
+
 def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
     """Edges [levels + 1] of the cells of least squared error among unions of bins.
 
@@ -295,13 +311,13 @@ def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
     estimated from the gaps of the sorted sample: tails and a few planted outliers get bins of their own. Dynamic
     programming finds the best cells (Bruce 1965).
     """
-    num_bins = max(_MIN_BINS, _BINS_PER_LEVEL * levels)
+    bins = num_bins(levels)
     candidates = starts[1:]
-    if len(candidates) >= 2 * num_bins:
+    if len(candidates) >= 2 * bins:
         gaps, masses = np.diff(sums.x[starts]), np.diff(sums.zeroth[starts])
         dense = np.cumsum(np.cbrt(masses * gaps * gaps))
-        by_density = np.searchsorted(dense, dense[-1] * np.arange(1, num_bins) / num_bins)
-        by_rank = np.arange(num_bins // 2) * (len(candidates) - 1) // (num_bins // 2 - 1)
+        by_density = np.searchsorted(dense, dense[-1] * np.arange(1, bins) / bins)
+        by_rank = np.arange(bins // 2) * (len(candidates) - 1) // (bins // 2 - 1)
         candidates = candidates[np.unique(np.concatenate((by_density, by_rank)))]
     edges = np.concatenate(([0], candidates, [len(sums.x)]))
     upper, lower = edges[:, None], edges[None, :]
@@ -326,14 +342,14 @@ def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
 def _lloyd(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> FloatArray:
     """Levels after Lloyd's iteration, starting from non-empty cells between `edges` [levels + 1]."""
     error = np.inf
-    for _ in range(_MAX_LLOYD_STEPS):
+    for _ in range(MAX_LLOYD_STEPS):
         inner = np.searchsorted(sums.x, _midpoints(sums.means(edges)), side="right")
         moved = _without_empty_cells(sums, starts, np.concatenate(([0], inner, [len(sums.x)])))
         if np.array_equal(moved, edges):
             break
         edges = moved
         previous, error = error, float(sums.squared_errors(edges[:-1], edges[1:]).sum())
-        if previous - error <= _LLOYD_TOLERANCE * error:
+        if previous - error <= LLOYD_TOLERANCE * error:
             break
     return sums.means(edges)
 

@@ -175,6 +175,7 @@ class KVStatistics:
         sample: tokens of both kinds, in the proportion in which they occur.
         inv_freq: the model's rotary frequencies, [head_dim / 2].
         output_gram: W_o,h^T W_o,h, the cost of an error of a head's output, [layers, heads, head_dim, head_dim].
+        device: where samples are quantised in a fit; one that has float64.
     """
 
     geometry: Geometry
@@ -184,6 +185,7 @@ class KVStatistics:
     sample: TokenSample
     inv_freq: Array
     output_gram: Array
+    device: str = "cpu"
 
     def select(self, protect_special_tokens: bool) -> tuple[TokenMoments, TokenSample]:
         """Moments and sample of the tokens that are quantised: only residues if special tokens are protected.
