@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,12 +115,15 @@ class KVCalibrator:
         self.geometry = Geometry.of(config)
         self._protected_ids = torch.tensor(self._encoder.protected_ids, dtype=torch.int64)
         self._output_gram = _output_gram(self._encoder, self.geometry)
-        # R with R R^T the Gram matrix of every head.
-        eigenvalues, vectors = np.linalg.eigh(self._output_gram)
-        root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
-        self._output_root = torch.from_numpy(root.astype(np.float32))
         self._inv_freq = self._encoder.rotary_frequencies.detach().float().cpu()
         self._forget()
+
+    @cached_property
+    def _output_root(self) -> Tensor:
+        """R of every head with R R^T its Gram matrix, on the model's device."""
+        eigenvalues, vectors = np.linalg.eigh(self._output_gram)
+        root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
+        return torch.from_numpy(root.astype(np.float32)).to(self._encoder.device)
 
     def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
         """Add a batch of proteins.
@@ -154,7 +158,7 @@ class KVCalibrator:
         sampled, priorities = self._choose(lengths, seeds, proteins.stored)
         device = self._encoder.device
         moments = MomentsCollector(proteins, device)
-        sensitivity = SensitivityCollector(proteins, self._output_root.to(device), self._inv_freq.to(device))
+        sensitivity = SensitivityCollector(proteins, self._output_root, self._inv_freq.to(device))
         sample = SampleCollector(sampled.to(device), sensitivity)
         session = ProteinAttention(proteins, [moments, sensitivity, sample], device)
         with torch.no_grad():
@@ -309,7 +313,8 @@ def _output_gram(model: CachedModel, geometry: Geometry) -> Array:
     """W_o,h^T W_o,h of every head, float64 rounded to float32 as in files, [layers, heads, head_dim, head_dim]."""
     grams = []
     for *_, output in projections_of(model):
-        weight = output.weight.detach().float().cpu().numpy().astype(np.float64)
-        heads = weight.reshape(weight.shape[0], geometry.num_heads, geometry.head_dim)
-        grams.append(np.einsum("ohi,ohj->hij", heads, heads, optimize=True))
-    return np.stack(grams).astype(np.float32).astype(np.float64)
+        weight = output.weight.detach().float()
+        # In float64, which not every device has.
+        heads = (weight if weight.is_cuda else weight.cpu()).double().unflatten(1, (geometry.num_heads, -1))
+        grams.append(torch.einsum("ohi,ohj->hij", heads, heads).float().cpu())
+    return torch.stack(grams).double().numpy()

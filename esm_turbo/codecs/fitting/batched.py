@@ -130,14 +130,15 @@ class Magnitudes:
         x, by_value = x[order].sort(stable=True)
         self.largest, self.heaviest = float(x[-1]), float(w[-1])
         self.x, w = x / (self.largest or 1.0), w[by_value] / self.heaviest
-        self._zeroth, self._first = (pad(terms.cumsum(0), (1, 0)) for terms in (w, w * self.x))
-        self.total, self.power = float(self._zeroth[-1]), float((w * self.x).dot(self.x))
+        # Of weights, and of weighted magnitudes.
+        self._sums = pad(torch.stack([w, w * self.x]).cumsum(1), (1, 0))
+        self.total, self.power = float(self._sums[0, -1]), float((w * self.x).dot(self.x))
 
     def moments(self, steps: FloatArray, levels: int) -> tuple[FloatArray, FloatArray]:
         """See `fitting.lloyd_max.Magnitudes.moments`."""
-        boundaries = torch.from_numpy(steps[:, None] * np.arange(1, levels // 2)).to(self.x.device)
-        edges = torch.searchsorted(self.x, boundaries, right=True)
-        edges = pad(pad(edges, (1, 0)), (0, 1), value=len(self.x))
-        first, zeroth = (sums[edges].diff(dim=1).cpu().numpy() for sums in (self._first, self._zeroth))
+        boundaries = steps[:, None] * np.arange(levels // 2 + 1)
+        boundaries[:, 0], boundaries[:, -1] = -1.0, np.inf
+        edges = torch.searchsorted(self.x, torch.from_numpy(boundaries).to(self.x.device), right=True)
+        zeroth, first = self._sums[:, edges].diff(dim=2).cpu().numpy()
         centres = np.arange(levels // 2) + 0.5
         return first @ centres, zeroth @ centres**2

@@ -91,8 +91,13 @@ def _arrays(prefix: str, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _triangle(matrix: Array) -> Array:
     """Lower triangle of matrices [..., n, n] that are symmetric but for rounding, [..., n (n + 1) / 2]."""
-    rows, columns = np.tril_indices(matrix.shape[-1])
-    half: Array = 0.5 * (matrix[..., rows, columns] + matrix[..., columns, rows])
+    size = matrix.shape[-1]
+    rows, columns = np.tril_indices(size)
+    lower, upper = (
+        np.take(matrix.reshape(*matrix.shape[:-2], -1), places, axis=-1)
+        for places in (rows * size + columns, columns * size + rows)
+    )
+    half: Array = 0.5 * (lower + upper)
     return half
 
 
@@ -102,6 +107,6 @@ def _square(name: str, array: Array, size: int) -> npt.NDArray[Any]:
     if array.ndim != 3 or array.shape[-1] != size * (size + 1) // 2:
         raise ValueError(f"{name} {list(array.shape)} holds no symmetric matrices of {size} rows")
     rows, columns = np.tril_indices(size)
-    matrix = np.empty((*array.shape[:-1], size, size))
-    matrix[..., rows, columns] = matrix[..., columns, rows] = array
-    return matrix
+    places = np.empty((size, size), dtype=np.intp)
+    places[rows, columns] = places[columns, rows] = np.arange(len(rows))
+    return np.take(array, places, axis=-1)
