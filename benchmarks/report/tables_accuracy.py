@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness import stored
@@ -64,16 +63,7 @@ def homologs() -> str:
         change = "" if name == "exact" else f" ({figures['perplexity_over_exact'] - 1:+.2%})"
         return f"{figures['perplexity']:.2f}{change}"
 
-    return _after_homologs(("exact", *COMPRESSED), cell)
-
-
-def homolog_errors() -> str:
-    """The same, for hidden states and predictions."""
-    return _after_homologs(COMPRESSED, lambda _, figures: f"{cosine(figures)}, {small(figures['kl_mean'])}")
-
-
-def _after_homologs(presets: Sequence[str], cell: Callable[[str, dict[str, Any]], str]) -> str:
-    """A row for each preset, and a column for each number of homologs."""
+    presets = "exact", *COMPRESSED
     newest = stored.newest("homologs", lambda figures: (figures["preset"], figures["shape"]["homologs"]))
     found = {key: record["figures"] for key, record in newest.items()}
     # Without homologs nothing is stored, and only `exact` has a row.
@@ -110,10 +100,8 @@ def codecs() -> str:
     rows, found = [], by_bits(_DOMAINS)
     for name, domains in found.items():
         memory, figures = _preset(domains)["memory"], _residues(domains)
-        cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
-        cells += [cosine(figures), small(figures["kl_mean"]), f"{figures['top1_agreement']:.4f}"]
-        rows.append(cells)
-    head = ["preset", "bits", "vs fp16", "cosine (1 %)", "KL", "top-1"]
+        rows.append([f"`{name}`", f"{memory['bits_per_element']:.2f}", cosine(figures), small(figures["kl_mean"])])
+    head = ["preset", "bits", "cosine (1 %)", "KL"]
     return table(head, rows) + source(found["int4"], "accuracy", others=list(found.values()))
 
 
@@ -263,7 +251,7 @@ def _residues(record: Record) -> dict[str, float]:
 TABLES = {
     function.__name__: function
     for function in (
-        overview, families, homologs, homolog_errors, frozen_queries,
+        overview, families, homologs, frozen_queries,
         codecs, freezing, allocation, refreshing, fp8,
         calibration_size, class_shift, class_shift_paper, memory_by_geometry,
     )

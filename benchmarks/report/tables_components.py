@@ -1,4 +1,4 @@
-"""Tables of stored errors, planted outliers, folds and motifs, and of what a calibration costs, from stored records."""
+"""Tables of stored errors, planted outliers and motifs, and of what a calibration costs, from stored records."""
 
 from __future__ import annotations
 
@@ -53,23 +53,11 @@ def peer_outliers() -> str:
     presets = dict.fromkeys(key[0] for key in found)
     for preset in sorted(presets, key=lambda name: name not in COMPRESSED):
         figures = (found[preset, case]["figures"]["residues"] for case in cases)
-        rows.append([f"`{preset}`", *(f"{cosine(errors)}, {small(errors['kl_mean'])}" for errors in figures)])
+        rows.append([f"`{preset}`", *(small(errors["kl_mean"]) for errors in figures)])
     records = list(found.values())
-    head = ["cosine (1 %), KL", *(_PLANTS[case] for case in cases)]
+    head = ["KL", *(_PLANTS[case] for case in cases)]
     size = f"{records[0]['figures']['shape']['tested']} domains. "
     return table(head, rows) + size + source(records[0], "peer_outliers", others=records)
-
-
-def folds() -> str:
-    """KL by fold."""
-    found = _groups()
-    first = next(iter(found.values()))["figures"]["folds"]
-    rows = []
-    for group, members in first.items():
-        if group != "all":
-            number = str(members["domains"]), f"{members['residues']['tokens']:,}"
-            rows.append([group, *number, *(_accuracy(record["figures"]["folds"][group]) for record in found.values())])
-    return table(["fold", "domains", "residues", *(f"`{name}`" for name in found)], rows) + _groups_source()
 
 
 def motifs() -> str:
@@ -97,21 +85,6 @@ def _accuracy(group: dict[str, Any]) -> str:
     return f"{cosine(group['residues'])}, {small(group['residues']['kl_mean'])}"
 
 
-def calibration_layers() -> str:
-    """Signal to noise of scores by layer and by the number of proteins of a calibration."""
-    found = stored.newest("calibration_layers", lambda figures: figures["calibration_proteins"])
-    ordered = [found[size] for size in sorted(found)]
-    rows = []
-    for preset in ordered[0]["figures"]["snr_db"]:
-        for record in ordered:
-            figures = record["figures"]
-            by_layer = (f"{decibels:.1f}" for decibels in figures["snr_db"][preset]["score"])
-            rows.append([f"`{preset}`, {figures['calibration_proteins']} proteins", *by_layer])
-    layers = (str(1 + layer) for layer in range(len(rows[0]) - 1))
-    said = f"Scores, in dB; {ordered[0]['figures']['proteins']} domains. "
-    return table(["layer", *layers], rows) + said + source(ordered[0], "calibration_layers", others=ordered)
-
-
 def calibration_cost() -> str:
     """Seconds and bytes of a calibration by size of the model."""
     rows, sources = [], []
@@ -127,17 +100,14 @@ def calibration_cost() -> str:
         )
         for record in found.values():
             figures, device = record["figures"], record["environment"]["device_name"]
-            seconds = (f"{figures['seconds'][phase]['p50']:.1f}" for phase in ("all", "gather", "fit", "measure"))
+            seconds = f"{figures['seconds']['all']['p50']:.1f}"
             size = str(figures["shape"]["proteins"]), f"{figures['shape']['residues']:,}"
             threads = counted(record["environment"]["threads"], "thread")
             where = f"{device}, {threads}, {figures['shape']['dtype']}"
-            rows.append([record["model"], where, *size, *seconds, f"{figures['file MiB']:.1f}"])
+            rows.append([record["model"], where, *size, seconds, f"{figures['file MiB']:.1f}"])
             sources.append(f"{record['model']}, {device}: {made_by(record)}; `benchmarks/results/{file}.jsonl`.")
-    head = ["model", "on", "proteins", "residues", "all, s", "statistics, s", "fit, s", "check, s", "file, MiB"]
+    head = ["model", "on", "proteins", "residues", "seconds", "file, MiB"]
     return table(head, rows) + " ".join(sources) + "\n"
 
 
-TABLES = {
-    function.__name__: function
-    for function in (stored_errors, peer_outliers, folds, motifs, calibration_layers, calibration_cost)
-}
+TABLES = {function.__name__: function for function in (stored_errors, peer_outliers, motifs, calibration_cost)}

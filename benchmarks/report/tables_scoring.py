@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness import stored
-from benchmarks.harness.names import screening_arms, variant_arms
+from benchmarks.harness.names import screening_arms
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import source, table
 
 Figures = dict[str, Any]
 _LARGEST_SCREEN = 1000
 _SHOWN_REFRESHES = ("", "0", "8", "16", "32")
+_SHOWN_VARIANT_ARMS = (
+    "full, masked", "full, wild_type", "frozen, wild_type", "frozen, masked, 0", "frozen, masked, 8",
+    "frozen, masked, 32", "turbo3, wild_type", "turbo3, masked, 8", "turbo2, masked, 8", "turbo1, wild_type",
+    "turbo1, masked, 8",
+)  # fmt: skip
 
 
 def screening() -> str:
@@ -34,12 +39,11 @@ def screening() -> str:
                 refresh,
                 "1" if kind == "full" else "" if faster is None else f"{faster:.0f}",
                 *(
-                    ["", "", ""]
+                    ["", ""]
                     if kind == "full"
                     else [
                         f"{figures['mean_difference']:.4f}",
                         f"{figures['spearman']:.3f} ({figures['lowest_spearman']:.2f})",
-                        f"{figures['top_k_overlap']:.2f}",
                     ]
                 ),
                 f"{figures['ahead_of_shuffled']:.2f}",
@@ -47,7 +51,6 @@ def screening() -> str:
             ]
         )
     record = screening_records()[0]
-    top_k = record["figures"]["shape"]["top_k"]
     head = [
         "arm",
         "placeholder",
@@ -55,7 +58,6 @@ def screening() -> str:
         "speedup",
         "difference, nats per residue",
         "Spearman (lowest)",
-        f"top-{top_k} overlap",
         "win rate, shuffled",
         "win rate, swapped",
     ]
@@ -114,11 +116,9 @@ def variant_effects() -> str:
     speed = speed_record("variant_positions")["figures"]["ratios"]
     record = variant_record("fitness")
     rows = []
-    for arm in variant_arms():
+    for arm in _SHOWN_VARIANT_ARMS:
         figures = record["figures"]["arms"][arm]
         kind, method, refresh = _parts(arm)
-        if refresh not in _SHOWN_REFRESHES:
-            continue
         faster = speed.get(f"full / {_speed_name(kind)}, {refresh} refreshed") if method == "masked" else None
         rows.append(
             [
@@ -138,11 +138,9 @@ def variant_leak() -> str:
     """Predictions of masked residues from cached proteins that have seen them."""
     record = variant_record("leak")
     rows = []
-    for arm in variant_arms():
+    for arm in _SHOWN_VARIANT_ARMS:
         figures = record["figures"]["arms"][arm]
         kind, method, refresh = _parts(arm)
-        if refresh not in _SHOWN_REFRESHES:
-            continue
         rows.append(
             [
                 f"`{kind}`",
