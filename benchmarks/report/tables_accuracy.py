@@ -22,16 +22,14 @@ _MIB = 2**20
 
 
 def overview() -> str:
-    """The product's presets: memory, and leave-one-out accuracy on domains and on long proteins."""
+    """The product's presets: memory, and leave-one-out accuracy on domains."""
     rows = []
     for name in COMPRESSED:
-        memory = _preset(stored.accuracy(_DOMAINS, name))["memory"]
+        record = stored.accuracy(_DOMAINS, name)
+        memory, figures = _preset(record)["memory"], _residues(record)
         cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
-        for proteins in (_DOMAINS, _LONG):
-            figures = _residues(stored.accuracy(proteins, name))
-            cells += [cosine(figures), small(figures["kl_mean"])]
-        rows.append(cells)
-    head = ["preset", "bits", "vs fp16", "domains: cosine (1 %)", "KL", "600 to 1,022 residues: cosine (1 %)", "KL"]
+        rows.append([*cells, cosine(figures), small(figures["kl_mean"])])
+    head = ["preset", "bits", "vs fp16", "cosine (1 %)", "KL"]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
 
 
@@ -221,9 +219,9 @@ def memory_by_geometry() -> str:
     rows = []
     for name, record in stored.newest("memory", lambda figures: figures["size"]).items():
         figures = record["figures"]["presets"]
-        cells = (f"{figures[preset]['bytes'] / _MIB:,.1f}" for preset in ("fp32", "fp16", *COMPRESSED))
+        cells = (f"{figures[preset]['bytes'] / _MIB:,.1f}" for preset in ("fp16", *COMPRESSED))
         rows.append([f"{name}: {_geometry(record)}", *cells])
-    head = ["MiB; layers x heads x head_dim", "float32", "fp16", *(f"`{name}`" for name in COMPRESSED)]
+    head = ["MiB; layers x heads x head_dim", "fp16", *(f"`{name}`" for name in COMPRESSED)]
     return table(head, rows) + _SIZES_SOURCE
 
 

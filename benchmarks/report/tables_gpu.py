@@ -42,18 +42,6 @@ def gpu_attention(records: Sequence[Record]) -> str:
     return table(head, rows) + _source(records, "speedup over SDPA bf16; 20 heads of 64, captured in a CUDA graph")
 
 
-def gpu_overview(records: Sequence[Record]) -> str:
-    """Speedup of attention over compressed contexts against SDPA, for some shapes, on the first device of the file."""
-    first = next(iter(_by_device(records).values()))
-    records = [r for r in first if _decoding(r["figures"]["shape"]) in _OVERVIEW]
-    rows = [
-        [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
-        for record in records
-    ]
-    said = "Speedup over the fastest backend of SDPA in bfloat16: one layer, 20 heads of 64, captured in a CUDA graph"
-    return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
-
-
 def gpu_calls(records: Sequence[Record]) -> str:
     """Calls of the public API beside Hugging Face's model, on every device."""
     by_device = _by_device(records)
@@ -112,18 +100,17 @@ def gpu_e1(records: Sequence[Record]) -> str:
 
 def gpu_fp8(records: Sequence[Record]) -> str:
     """Calls with all products in eight bits, in the geometries of three models."""
-    rows = []
+    rows: dict[str, list[str]] = {}
+    models = []
     for record in records:
         figures = record["figures"]
-        rates = figures["per_second"]
-        rows.append([
-            figures["case"],
-            f"{rates[BF16]:,.0f} {figures['unit']}",
-            f"{rates[FP8]:,.0f} ({_ratio(figures, f'{BF16} / {FP8}')})",
-        ])  # fmt: skip
-    head = ["call", "bfloat16, per second", "fp8"]
-    said = "per second (speedup); a context of 500, arms in turn, wall time from strings to results"
-    return table(head, rows) + _source(records, said)
+        model, _, call = figures["case"].partition(": ")
+        models.append(model)
+        rate = f"{figures['per_second'][FP8]:,.0f} {figures['unit']}"
+        rows.setdefault(call, []).append(f"{rate}{_times(figures, f'{BF16} / {FP8}')}")
+    said = "per second (speedup over bfloat16); a context of 500, arms in turn, wall time from strings to results"
+    head = ["call", *dict.fromkeys(models)]
+    return table(head, [[call, *cells] for call, cells in rows.items()]) + _source(records, said)
 
 
 def gpu_one_card(records: Sequence[Record]) -> str:
@@ -177,16 +164,14 @@ def _decoding(shape: dict[str, Any]) -> str:
 
 
 _CARD = 72e9
-_OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
-# Shapes between others that are shown.
-_LEFT_OUT = ("64 x 512, 1", "8 x 1,024, 1", "8 x 16,384, 1")
+# Shapes between others that are shown, or much like them.
+_LEFT_OUT = ("64 x 512, 1", "1 x 4,096, 1", "8 x 1,024, 1", "8 x 4,096, 1", "8 x 16,384, 1")
 # Calls with other batches than by default.
 _NOT_DEFAULT = ("embedding, batches of 4096 tokens",)
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
 
 _SOURCES = {
-    gpu_overview: "decode_attention_cuda",
     gpu_calls: "calls_cuda",
     gpu_attention: "decode_attention_cuda",
     gpu_cold_start: "cold_start_cuda",
@@ -198,7 +183,7 @@ _SOURCES = {
 
 
 # Tables of all devices; others are made once for each.
-_TOGETHER = (gpu_overview, gpu_calls, gpu_cold_start)
+_TOGETHER = (gpu_calls, gpu_cold_start)
 
 
 def _made(make: Callable[[Sequence[Record]], str], benchmark: str) -> str:

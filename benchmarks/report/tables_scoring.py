@@ -13,7 +13,7 @@ from benchmarks.report.markdown import source, table
 
 Figures = dict[str, Any]
 _LARGEST_SCREEN = 1000
-_SHOWN_REFRESHES = ("", "0", "8", "16", "32")
+_SHOWN_REFRESHES = ("", "0", "8", "32")
 _SHOWN_VARIANT_ARMS = (
     "full, masked", "full, wild_type", "frozen, wild_type", "frozen, masked, 0", "frozen, masked, 8",
     "frozen, masked, 32", "turbo3, wild_type", "turbo3, masked, 8", "turbo2, masked, 8", "turbo1, wild_type",

@@ -48,8 +48,6 @@ def test_attention(no_device: None, results: Path, monkeypatch: pytest.MonkeyPat
     assert rows[0]["bytes"]["SDPA bf16"] == 2 * 2 * 20 * 70 * 64 * 2
     assert rows[0]["bytes"]["paper"] == rows[0]["bytes"]["SDPA bf16"] // 4
     check_table("gpu_attention")
-    monkeypatch.setattr(tables_gpu, "_OVERVIEW", ("2 x 70, 1",))
-    check_table("gpu_overview")
 
 
 def test_calls(no_device: None, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
