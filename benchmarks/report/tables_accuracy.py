@@ -179,19 +179,6 @@ def calibration_size() -> str:
     return table(head, rows) + source(draws[0], "calibration_size")
 
 
-def class_shift() -> str:
-    """KL of `turbo3` on each structural class by the class of its calibration."""
-    found = _by_class()
-    rows = []
-    for measured in (group for group in found if group in found["all classes"]["turbo3"]):
-        kl = {group: presets["turbo3"][measured]["kl_mean"] for group, presets in found.items()}
-        mixed, same = kl.pop("all classes"), kl.pop(measured)
-        others = f"{small(min(kl.values()))} to {small(max(kl.values()))}"
-        rows.append([measured.replace("_", " "), small(mixed), small(same), others])
-    head = ["measured on", "calibrated on all classes: KL", "on this class", "on each other class"]
-    return table(head, rows) + "By `turbo3`. " + _class_source()
-
-
 def class_shift_paper() -> str:
     """Mainly beta proteins after calibrations on mainly beta and on mainly alpha proteins, by preset."""
     found = _by_class()
@@ -201,17 +188,14 @@ def class_shift_paper() -> str:
         difference = alpha["cosine_mean"] - beta["cosine_mean"]
         rows.append([f"`{preset}`", cosine(beta), cosine(alpha), f"{difference:+.5f}"])
     head = ["measured on mainly beta", "calibrated on mainly beta", "calibrated on mainly alpha", "difference"]
-    return table(head, rows) + _class_source()
+    record = next(iter(stored.newest("class_shift", lambda figures: figures["case"]).values()))
+    return table(head, rows) + source(record, "class_shift")
 
 
 def _by_class() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """Accuracies of every calibration, preset and class measured."""
     found = stored.newest("class_shift", lambda figures: figures["case"])
     return {case: record["figures"]["presets"] for case, record in found.items()}
-
-
-def _class_source() -> str:
-    return source(next(iter(stored.newest("class_shift", lambda figures: figures["case"]).values())), "class_shift")
 
 
 def memory_by_geometry() -> str:
@@ -251,6 +235,6 @@ TABLES = {
     for function in (
         overview, families, homologs, frozen_queries,
         codecs, freezing, allocation, refreshing, fp8,
-        calibration_size, class_shift, class_shift_paper, memory_by_geometry,
+        calibration_size, class_shift_paper, memory_by_geometry,
     )
 }  # fmt: skip

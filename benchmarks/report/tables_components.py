@@ -105,9 +105,9 @@ def calibration_cost() -> str:
             threads = counted(record["environment"]["threads"], "thread")
             where = f"{device}, {threads}, {figures['shape']['dtype']}"
             rows.append([record["model"], where, *size, seconds, f"{figures['file MiB']:.1f}"])
-            sources.append(f"{record['model']}, {device}: {made_by(record)}; `benchmarks/results/{file}.jsonl`.")
+            sources.append(f"{record['model']}, {device}: {made_by(record)}.")
     head = ["model", "on", "proteins", "residues", "seconds", "file, MiB"]
-    return table(head, rows) + " ".join(sources) + "\n"
+    return table(head, rows) + " ".join(sources) + " `benchmarks/results/cpu.jsonl`, `gpu.jsonl`.\n"
 
 
 TABLES = {function.__name__: function for function in (stored_errors, peer_outliers, motifs, calibration_cost)}
