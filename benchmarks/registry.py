@@ -211,10 +211,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         most_repeats=5,
     ),
     "calibration_cuda": Benchmark(
-        "a calibration on the shipped proteins, phase by phase, in the 650M and 3B geometries",
+        "a calibration on the shipped proteins, phase by phase, in the 650M, 3B and ESM-C 6B geometries",
         lambda: chain(
             calibration.random_cases(ESM2_650M, warm=15.0, first=30.0, mib=120.0),
             calibration.random_cases(ESM2_3B, warm=30.0, first=60.0, mib=None),
+            calibration.esmc_cases(warm=90.0, first=90.0),
         ),
         most_repeats=1,
     ),

@@ -71,15 +71,28 @@ def cases(geometries: Sequence[Geometry]) -> Iterator[Case]:
         torch.cuda.empty_cache()
 
 
-@torch.no_grad()
 def _models(geometry: Geometry) -> dict[str, TurboEsm]:
     """A model in bfloat16, and copies with eight-bit products that share the rest of its weights."""
+    turbo = random_model(geometry.build, geometry.tokenizer)
+    model = turbo.model
+    model.set_turbo(calibration=random_calibration(model.base_model, [DEFAULT_PRESET]), preset=DEFAULT_PRESET)
+    models = {BF16: model}
+    shared = {id(weight): weight for weight in model.parameters()}
+    for arm, kept in ((FEED_FORWARD, ("qkv", "attention_out")), (FP8, ())):
+        models[arm] = copy.deepcopy(model, dict(shared))
+        quantize_products(models[arm], [product for product in all_products(model) if product[1] in kept])
+    return {arm: TurboEsm(model.requires_grad_(False), turbo.tokenizer) for arm, model in models.items()}
+
+
+@torch.no_grad()
+def random_model(build: Callable[[], PreTrainedModel], tokenizer: str) -> TurboEsm:
+    """A model of random weights in bfloat16, with the tokenizer of a small model."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(cuda_timing.DEVICE):
-            model = geometry.build().eval()
+            model = build().eval()
     finally:
         torch.set_default_dtype(before)
     model.config._attn_implementation = "sdpa"
@@ -88,14 +101,8 @@ def _models(geometry: Geometry) -> dict[str, TurboEsm]:
         if weight.dim() == 2:
             # Hidden states keep their size from layer to layer.
             weight.normal_(std=weight.shape[1] ** -0.5)
-    model.set_turbo(calibration=random_calibration(model.base_model, [DEFAULT_PRESET]), preset=DEFAULT_PRESET)
-    tokenizer = TurboEsm.from_pretrained(SMALL_MODELS[geometry.tokenizer], calibration=False, device="cpu").tokenizer
-    models = {BF16: model}
-    shared = {id(weight): weight for weight in model.parameters()}
-    for arm, kept in ((FEED_FORWARD, ("qkv", "attention_out")), (FP8, ())):
-        models[arm] = copy.deepcopy(model, dict(shared))
-        quantize_products(models[arm], [product for product in all_products(model) if product[1] in kept])
-    return {arm: TurboEsm(model.requires_grad_(False), tokenizer) for arm, model in models.items()}
+    small = TurboEsm.from_pretrained(SMALL_MODELS[tokenizer], calibration=False, device="cpu")
+    return TurboEsm(model, small.tokenizer)
 
 
 def _set_frequencies(model: nn.Module) -> None:

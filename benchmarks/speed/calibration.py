@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cuda import fp8
 from benchmarks.harness.embedded import plain_model
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread
@@ -18,6 +19,7 @@ from esm_turbo import Calibration, KVCalibrator, TurboEsm
 from esm_turbo.assets import calibration_proteins
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.evaluate.calibrated import measure_calibration
+from esm_turbo.files.families import encoder_of, projections_of
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.calibration.records import calibrate_records
 
@@ -55,9 +57,21 @@ def random_cases(architecture: Architecture, warm: float, first: float, mib: flo
     model = masked_lm(architecture, "cuda").to(torch.bfloat16)
     turbo = turbo_of(model)
     turbo.model.to("cuda")
-    targets = [Target(("seconds", "all", "p50"), at_most=warm), Target(("first seconds", "all"), at_most=first)]
-    targets += [] if mib is None else [Target(("file MiB",), at_most=mib)]
+    targets = [*_times(warm, first), *([] if mib is None else [Target(("file MiB",), at_most=mib)])]
     yield _case(architecture.name, turbo, model, read_fasta_strict(calibration_proteins()), targets)
+
+
+def esmc_cases(warm: float, first: float) -> Iterator[Case]:
+    """Random weights of ESM-C 6B, as `random_cases`."""
+    if not torch.cuda.is_available():
+        return
+    turbo = fp8.random_model(fp8.esmc_6b, "esmc-mini")
+    records = read_fasta_strict(calibration_proteins())
+    yield _case("ESM-C 6B, random weights", turbo, turbo.model, records, _times(warm, first))
+
+
+def _times(warm: float, first: float) -> list[Target]:
+    return [Target(("seconds", "all", "p50"), at_most=warm), Target(("first seconds", "all"), at_most=first)]
 
 
 def _case(
@@ -126,15 +140,17 @@ def _phases(turbo: TurboEsm, records: Sequence[ProteinRecord]) -> tuple[dict[str
 def _check(turbo: TurboEsm, library: Any, records: Sequence[ProteinRecord], tolerance: float) -> Check:
     """Moments of the last layer's values against those of the library's projection, one protein after another."""
     calibrator, values, codes = KVCalibrator(turbo.model), [], turbo.codes
-    projection = library.esm.encoder.layer[-1].attention.self.value
-    handle = projection.register_forward_hook(lambda module, inputs, output: values.append(output[0, 1:-1].double()))
+    *_, (_, _, projection, _) = projections_of(encoder_of(library))
     for record in records:
         row = [codes.cls, *codes.encode(record.sequence, record.id), codes.eos]
         ids = torch.tensor([row])
         calibrator.partial_fit(ids)
+        handle = projection.register_forward_hook(
+            lambda module, inputs, output: values.append(output[0, 1:-1].double())
+        )
         with torch.no_grad():
             library(ids.to(turbo.model.device))
-    handle.remove()
+        handle.remove()
     moments = calibrator.finalize(presets=()).statistics.residues.values
     heads, head_dim = moments.mean.shape[1:]
     x = torch.cat(values).cpu().unflatten(1, (heads, head_dim)).transpose(0, 1)

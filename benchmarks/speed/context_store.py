@@ -32,7 +32,7 @@ def random_cases(
     """Random weights in the geometry of a larger model; no cases without the device."""
     if device == "cuda" and not torch.cuda.is_available():
         return
-    turbo = random_turbo(architecture, preset, device)
+    turbo = random_turbo(architecture, preset, device, torch.bfloat16 if device == "cuda" else torch.float32)
     for n in residues:
         yield _case(architecture.name, turbo, n)
 
