@@ -1,7 +1,7 @@
 """Calibrating a model on protein records, as `esm-turbo calibrate` and `calibration="auto"` do.
 
 The proteins are divided into pieces of a few batches, whose statistics are merged in the order of the pieces, whoever
-computes them: the result has the same bits for any number of processes with the same number of threads.
+computes them: on a CPU the result has the same bits for any number of processes with the same number of threads.
 """
 
 from __future__ import annotations

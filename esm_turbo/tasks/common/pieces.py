@@ -1,8 +1,8 @@
 """Runs in pieces: how a task cuts its input, so that any number of processes can share the work.
 
 Pieces follow from the input and the options alone, never from who runs them: each is computed as a whole, in batches of
-its own, so that results have the same bits wherever they are computed. A task hands its pieces to a `Runner`, which
-returns their results in any order, and joins them.
+its own, so that on a CPU, with one number of threads, results have the same bits however many processes compute them. A
+task hands its pieces to a `Runner`, which returns their results in any order, and joins them.
 """
 
 from __future__ import annotations
