@@ -110,9 +110,8 @@ def freezing() -> str:
     frozen = _preset(stored.accuracy(_DOMAINS, "exact", "extend"))["extend"]
     for new in (1, 8, 32):
         arms = {"frozen against full": [(e, "against_full") for e in frozen]}
-        for name in ("turbo3", "turbo2"):
-            extend = _preset(stored.accuracy(_DOMAINS, name, "extend"))["extend"]
-            arms[f"`{name}` against frozen"] = [(e, "against_frozen") for e in extend]
+        extend = _preset(stored.accuracy(_DOMAINS, "turbo3", "extend"))["extend"]
+        arms["`turbo3` against frozen"] = [(e, "against_frozen") for e in extend]
         for arm, entries in arms.items():
             chosen = [(e, side) for e, side in entries if e["new_residues"] == new]
             rows.append([str(new), arm, *(cosine(e[side]["residues"]) for e, side in chosen)])

@@ -28,8 +28,7 @@ _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and ra
 
 
 def gpu_attention(records: Sequence[Record]) -> str:
-    """How many times as fast as SDPA attention over compressed contexts is: by all presets on the first device of the
-    file, and by the default on others."""
+    """Speedup of attention over compressed contexts against SDPA, on all but the first device by the default preset."""
     by_device = _by_device(records)
     first, *others = (
         {_decoding(record["figures"]["shape"]): record["figures"] for record in found} for found in by_device.values()
@@ -47,7 +46,7 @@ def gpu_attention(records: Sequence[Record]) -> str:
     more = [f"`{DEFAULT_PRESET}`, {device}" for device in list(by_device)[1:]]
     head = ["batch x context, queries", "SDPA bf16, µs (backend)", *(f"`{p}`" for p in _SHOWN), *more]
     said = "speedup over SDPA bf16; 20 heads of 64, captured in a CUDA graph"
-    return table(head, rows) + "\n".join(_source(found, said) for found in by_device.values())
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_calls(records: Sequence[Record]) -> str:
@@ -65,7 +64,7 @@ def gpu_calls(records: Sequence[Record]) -> str:
     head = ["call", "arm", *(f"{device}, per second (speedup)" for device in by_device)]
     said = "Speedup over Hugging Face's model; bfloat16, wall time from strings to results"
     cells = [[*names, *(found.get(device, "–") for device in by_device)] for names, found in rows.items()]
-    return table(head, cells) + "\n".join(_source(of_device, said) for of_device in by_device.values())
+    return table(head, cells) + _source(records, said)
 
 
 def gpu_cold_start(records: Sequence[Record]) -> str:
@@ -79,7 +78,7 @@ def gpu_cold_start(records: Sequence[Record]) -> str:
         )
     head = ["on", "kernels", "all calls in a fresh process, kernels compiled, s", "kernels on disk, s"]
     said = "Single runs"
-    return table(head, rows) + "\n".join(_source(found, said) for found in _by_device(records).values())
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_e1(records: Sequence[Record]) -> str:
@@ -233,16 +232,20 @@ def _times(figures: dict[str, Any], name: str) -> str:
 
 
 def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
-    where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
-    commits = dict.fromkeys(_commit(record["revision"]) for record in records)
-    commit = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     models = "; ".join(dict.fromkeys(_IN_WORDS.get(name, name) for record in records if (name := record["model"])))
     text = said[0].upper() + said[1:].removesuffix(".")
-    how = f"Measured with {models}, on" if models else "Run on"
+    how = f"Measured with {models}," if models else "Run"
+    runs = " and ".join(f"on {device}, {_made_by(found)}" for device, found in _by_device(records).items())
+    return f"{text}. {how} {runs}; `benchmarks/results/{file}.jsonl`.\n"
+
+
+def _made_by(records: Sequence[Record]) -> str:
+    """Versions and commits of records of one device."""
+    versions = records[-1]["environment"]["versions"]
+    commits = dict.fromkeys(_commit(record["revision"]) for record in records)
     return (
-        f"{text}. {how} {where['device_name']}, torch {versions['torch']}, triton"
-        f" {versions.get('triton', 'missing')}, transformers {versions['transformers']}, {commit};"
-        f" `benchmarks/results/{file}.jsonl`.\n"
+        f"torch {versions['torch']}, triton {versions.get('triton', 'missing')}, transformers"
+        f" {versions['transformers']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     )
 
 
