@@ -22,6 +22,7 @@ from esm_turbo.model.sessions import KVSession
 _RESIDUES_PER_QUERY = 8
 # Devices that merge what they collected themselves: large models have gigabytes of it, and MPS has no float64.
 _SUMS_ON = ("cuda",)
+_TOKENS_PER_SUM = 512
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,20 @@ def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]
     mean = x.mean(dim=1) if len(index) else x.new_zeros(x.shape[0], x.shape[2])
     # Centred first, because a large mean would cancel the digits of a small variance.
     x -= mean[:, None]
-    return mean, x.transpose(1, 2) @ x / max(1, len(index))
+    return mean, sum_over_tokens(x, x) / max(1, len(index))
+
+
+def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """The products a^T b of a [H, N, D] and b [H, N, E], [H, D, E].
+
+    A CUDA device would sum over all tokens in few threads, and so is given them in parts.
+    """
+    if not keeps_sums(a.device):
+        return a.mT @ b
+    whole = a.shape[1] - a.shape[1] % _TOKENS_PER_SUM
+    first, second = (x[:, :whole].unflatten(1, (-1, _TOKENS_PER_SUM)) for x in (a, b))
+    total: Tensor = (first.mT @ second).sum(1) + a[:, whole:].mT @ b[:, whole:]
+    return total
 
 
 def keeps_sums(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity
-from esm_turbo.model.collectors import Collector, LayerStates, Proteins, keeps_sums, slices, stacked
+from esm_turbo.model.collectors import Collector, LayerStates, Proteins, keeps_sums, slices, stacked, sum_over_tokens
 from esm_turbo.model.padding import Padding, parts_together
 
 # Query-key pairs, over all heads, whose attention is held at once: about the size of a processor's cache.
@@ -152,7 +152,7 @@ class SensitivityCollector(Collector):
         self._layers.append(
             {
                 "attention": value_sums.sum(1),
-                "queries": (queries * gains[..., None]).transpose(1, 2) @ queries,
+                "queries": sum_over_tokens(queries * gains[..., None], queries),
                 "key_sum": self.residues @ keys,
                 **_weighted("keys", keys, roots[0]),
                 **_weighted("values", states.values, roots[1]),
@@ -267,5 +267,5 @@ def _weighted(name: str, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     return {
         f"{name}_count": count,
         f"{name}_mean": mean[:, 0],
-        f"{name}_covariance": (x * weights[..., None]).transpose(1, 2) @ x,
+        f"{name}_covariance": sum_over_tokens(x * weights[..., None], x),
     }

@@ -203,6 +203,12 @@ def test_proteins_padded_together_give_the_same(tiny_esm, random_proteins, reque
     assert_same_sample(together.sample, alone.sample)
 
 
+@pytest.mark.parametrize("tokens", [0, 5, 1024, 1300])
+def test_sums_over_tokens_in_parts(as_on_cuda, tokens):
+    a, b = (torch.randn(3, tokens, size, dtype=torch.float64) for size in (8, 5))
+    torch.testing.assert_close(collectors.sum_over_tokens(a, b), a.mT @ b)
+
+
 @pytest.mark.gpu
 def test_a_cuda_device_gathers_what_a_processor_does(tiny_esm, random_proteins):
     ids, mask = random_proteins([70, 21, 9, 300, 80, 81, 64], seed=11, eos=True)
