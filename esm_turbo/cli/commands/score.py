@@ -126,9 +126,11 @@ def score(
         say(f"each candidate is also scored {others}, for its specificity: {times:.3g} times the work")
     compares = background is not None and (bool(contexts) or shared_candidates(good, read))
     if screen.sort_by == "specificity" and not compares:
+        each = any(one.target is not None for one in read) and len(good) > 1
         raise ValueError(
             "--sort-by specificity: no candidate has several targets, so that none is compared with anything; give"
-            " --background alone, decoys or a FASTA file"
+            + " --pairs all, or" * each
+            + " --background alone, decoys or a FASTA file"
         )
     check_plot(plot, len(good), summary=has_matrix(len(good), len({one.sequence for one in read})))
     turbo = spread.load()

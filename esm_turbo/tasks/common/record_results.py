@@ -109,7 +109,8 @@ class RecordRun(Tabular, Generic[ResultT]):
 
     def _other_columns(self) -> list[str]:
         given = (one for result in self.results for one in result.given())
-        return kept_columns(given, [*self._own_columns(), *self.replaced, *RUN_COLUMNS])
+        # Figures of an earlier run are not those of this one.
+        return kept_columns(given, [*self._own_columns(), *self.types, *self.replaced, *RUN_COLUMNS])
 
     def to_state(self, records: Sequence[ProteinRecord]) -> list[Any]:
         """JSON values of the results, each with the number of its record among all, for `of_shards`."""

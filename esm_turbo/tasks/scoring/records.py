@@ -53,6 +53,8 @@ COLUMN_TYPES: Mapping[str, type[int] | type[float]] = {
 _NUMBERED = re.compile(r"#\d+", re.ASCII)
 # Residues of a candidate that a label shows.
 _LABEL = 24
+# Columns of identifiers: of a file, and of a table that a run wrote.
+_NAMES = ("id", "candidate")
 # Another name of the column `sequence`.
 _ALIAS = "binder"
 _NOT_FINITE = "its score is not finite; try --dtype float32"
@@ -238,7 +240,8 @@ def read_candidates(
 
     Args:
         path: the file. A list ends in `.txt` and has one sequence per line. A table needs only the column `sequence`,
-            or `binder`; `target` names the target of a candidate by identifier, UniProt accession or sequence.
+            or `binder`; `id`, or `candidate` as in a table of scores, names it, and `target` its target by identifier,
+            UniProt accession or sequence.
         targets: the targets that candidates may name; None leaves these names unread.
         unknown: see `normalize_sequence`, as is `remove_gaps`.
 
@@ -263,7 +266,7 @@ def read_candidates(
     def target_of(row: CsvRow) -> str | None:
         return proteins.find(row["target"]).id if proteins is not None and row["target"] else None
 
-    rows = read_csv(path, ["sequence"], ["id", "target"], {"sequence": _ALIAS})
+    rows = read_csv(path, ["sequence"], [*_NAMES, "target"], {"sequence": _ALIAS})
     return _parsed(path, rows, target_of, unknown, remove_gaps)
 
 
@@ -285,7 +288,7 @@ def read_pairs(
     """
     if not is_table(path):
         raise CsvError(f"{os.fspath(path)}: targets alone; give candidates too, or a table of pairs (.csv or .tsv)")
-    rows = read_csv(path, ["sequence"], ["id", *_RECEPTORS], {"sequence": _ALIAS})
+    rows = read_csv(path, ["sequence"], [*_NAMES, *_RECEPTORS], {"sequence": _ALIAS})
     column = next((name for name in _RECEPTORS if any(row[name] for row in rows)), None)
     if column is None:
         raise CsvError(
@@ -311,14 +314,17 @@ def _parsed(
 ) -> tuple[list[Candidate], list[BadRecord]]:
     """Candidates of the rows of a table, see `read_candidates`; `target_of` returns the identifier of their target."""
 
+    def id_of(row: CsvRow) -> str:
+        return next((row[name] for name in _NAMES if row[name]), "")
+
     def name(row: CsvRow) -> str:
-        return f"{row['id'] or 'candidate'} (line {row.line})"
+        return f"{id_of(row) or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
         if len(row["sequence"].split()) > 1:
             raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
-        return Candidate(row["id"] or f"#{number}", sequence, target_of(row), row.cells)
+        return Candidate(id_of(row) or f"#{number}", sequence, target_of(row), row.cells)
 
     return parse_rows(path, rows, "candidates", name, parse)
 

@@ -171,3 +171,9 @@ def test_wrong_options_are_refused(esm_shared, targets, candidates, tmp_path, op
     out = tmp_path / "scores.csv"
     code, printed, err = esm_shared("score", targets, candidates, "--out", out, *options)
     assert (code, printed) == (2, "") and message in err and not out.exists()
+
+
+def test_rows_of_a_screen_are_compared_by_all_pairs(esm_shared, targets, write):
+    rows = write("rows.csv", "target,candidate,sequence\none,#7,ACDEF\ntwo,#9,WTC\n")
+    code, _, err = esm_shared("score", targets, rows, "--sort-by", "specificity")
+    assert code == 2 and "give --pairs all, or --background alone" in err

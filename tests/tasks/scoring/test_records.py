@@ -215,7 +215,7 @@ def test_the_table_has_a_row_per_candidate_and_arm(turbo: TurboEsm, tmp_path: Pa
 
 
 def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("ID,binder,assay,rank\na,ACDEF,=x,9\nb,WTC,y,8\n")
+    (tmp_path / "a.csv").write_text("ID,binder,assay,rank,Full_Rank,specificity\na,ACDEF,=x,9,1,2\nb,WTC,y,8,,1\n")
     candidates, _ = read_candidates(tmp_path / "a.csv", TARGETS)
     run = score_records(turbo, TARGETS, candidates, ["turbo", "frozen"])
     run.write(tmp_path / "scores.csv")
@@ -223,6 +223,9 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == (*COLUMNS, "assay")
     assert len(rows) == 8 and {(row["candidate"], row["assay"]) for row in rows} == {("a", "'=x"), ("b", "y")}
+    # What was written can be read, and keeps the names.
+    again, _ = read_candidates(tmp_path / "scores.csv", TARGETS)
+    assert [(one.id, one.target) for one in again] == [(row["candidate"], row["target"]) for row in rows]
 
 
 def test_other_candidates_are_another_run(turbo: TurboEsm, tmp_path: Path) -> None:
