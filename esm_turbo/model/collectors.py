@@ -124,14 +124,17 @@ class ProteinAttention(KVSession):
         ]
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q, k, v = (x[0].float() for x in (query, keys, values))
+        q, k, v = query[0], keys[0], values[0]
+        if not query.is_cuda:
+            # Processors are slow in half precision.
+            q, k, v = q.float(), k.float(), v.float()
         outputs = []
         for own, seen in self._groups:
             mask = None if seen.mask is None else seen.mask[:, None].to(q.device)
             padded = scaled_dot_product_attention(own.pad(q), seen.pad(k), seen.pad(v), attn_mask=mask, scale=1.0)
             outputs.append(own.unpad(padded).transpose(0, 1))
         output = torch.cat(outputs).transpose(0, 1)
-        states = LayerStates(*(x.to(self.device or x.device) for x in (q, k, v, output)))
+        states = LayerStates(*(x.to(self.device or x.device).float() for x in (q, k, v, output)))
         for collector in self.collectors:
             collector.observe(layer_idx, states)
         return output[None].to(query.dtype)
