@@ -10,7 +10,6 @@ from pathlib import Path
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import link_file, only_writer
 from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, results_file, shard_output, shards_folder
-from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.store.files import StoreFiles
 from esm_turbo.store.partitions import PARTITION_FILE
 from esm_turbo.tasks.common.run_info import RunInfo
@@ -46,7 +45,7 @@ def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
     orders = [one.order for one in manifests]
     match manifests[0].kind:
         case "table":
-            _merge_tables(out, manifests, state.failed)
+            _merge_tables(out, manifests)
         case "embeddings":
             merge_folders(out, paths, orders)
         case "HDF5":
@@ -57,11 +56,11 @@ def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
             _merge_stores(out, paths)
 
 
-def _merge_tables(out: Path, manifests: Sequence[Manifest], failed: Sequence[BadRecord]) -> None:
+def _merge_tables(out: Path, manifests: Sequence[Manifest]) -> None:
     """Write the table of the results of all shards."""
     shards = [json.loads(results_file(out, one.shard).read_text(encoding="utf-8")) for one in manifests]
     kinds: dict[str, type[ScoringRun | VariantsRun]] = {"score": ScoringRun, "variants": VariantsRun}
-    run = kinds[manifests[0].command].of_shards((one["results"] for one in shards), failed)
+    run = kinds[manifests[0].command].of_shards(one["results"] for one in shards)
     if isinstance(run, ScoringRun) and shards[0]["compares_targets"]:
         compare(run, "targets")
     if not run.results:

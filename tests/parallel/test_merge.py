@@ -21,6 +21,9 @@ from esm_turbo.parallel.shards import (
     shards_state,
 )
 from esm_turbo.tasks.common import forwards
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs
+from esm_turbo.tasks.scoring.score import TargetRows
 from esm_turbo.tasks.variants.substitutions import all_substitutions
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
@@ -99,12 +102,32 @@ def test_shards_joined_are_one_run(run: Run, out: str) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in before}
     for _ in range(2):
         assert run("merge", out) == 0
-        if out == "x.h5":
-            assert h5_content(Path(out)) == h5_content(Path("whole"))
-        elif Path(out).is_dir():
-            assert {**files(Path(out)), "usage.jsonl": ""} == {**files(Path("whole")), "usage.jsonl": ""}
-        else:
-            assert Path(out).read_bytes() == Path("whole").read_bytes()
+        check_equal(out, "whole")
+
+
+def check_equal(out: str, whole: str) -> None:
+    """Check that an output has the content of another."""
+    if out == "x.h5":
+        assert h5_content(Path(out)) == h5_content(Path(whole))
+    elif Path(out).is_dir():
+        assert {**files(Path(out)), "usage.jsonl": ""} == {**files(Path(whole)), "usage.jsonl": ""}
+    else:
+        assert Path(out).read_bytes() == Path(whole).read_bytes()
+
+
+@pytest.mark.parametrize("out", ["scores.csv", "listed.csv", "folder", "store"])
+def test_a_bad_record_costs_no_record_of_its_identifier(run: Run, out: str) -> None:
+    name = proteins()[5].id
+    for path in ("t.fasta", "p.fasta"):
+        Path(path).write_text(Path(path).read_text() + f">{name}\nMKT\n")
+    Path("c.fasta").write_text(f">one\nACDEF\n>{name}\nAC1\n>two\nWTC\n")
+    command = [one.replace("c.csv", "c.fasta") for one in COMMANDS[out]]
+    assert run(*command) == 1
+    Path(out).rename("whole")
+    for number in (1, 2):
+        assert run(*command, "--shard", f"{number}/2") == 0
+    assert run("merge", out) == 1
+    check_equal(out, "whole")
 
 
 def test_what_does_not_belong_together_is_refused_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,13 +191,23 @@ def test_models_and_damage_are_named(run: Run) -> None:
         path.write_bytes(kept)
 
 
-def test_of_a_target_that_failed_in_part_nothing_is_merged(run: Run) -> None:
+def test_of_a_target_that_failed_in_part_nothing_is_merged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     command = COMMANDS["scores.csv"]
-    for number in (1, 2):
-        assert run(*command, "--shard", f"{number}/2") == 0
-    state = shards_state("scores.csv")
     names = [one.id for one in proteins()[5:8]]
-    state.manifests[2].failed.append([names[1], "too large"])
+    large, rows = proteins()[6].sequence, ScoreTask.rows
+
+    def too_large(task: ScoreTask, turbo: TurboEsm, item: TargetPairs, arm: Arm) -> TargetRows:
+        if item.sequence == large:
+            raise ValueError("too large")
+        return rows(task, turbo, item, arm)
+
+    assert run(*command, "--shard", "1/2") == 0
+    monkeypatch.setattr(ScoreTask, "rows", too_large)
+    assert run(*command, "--shard", "2/2") == 0
+    state = shards_state("scores.csv")
+    assert [one.record for one in state.failed] == [names[1]]
+    shards = [read_csv(path, ["target"]) for path in sorted(shards_folder("scores.csv").glob("shard-*.csv"))]
+    assert [names[1] in {row["target"] for row in one} for one in shards] == [True, False]
     merge("scores.csv", state)
     found = [row["target"] for row in read_csv("scores.csv", ["target"])]
     assert list(dict.fromkeys(found)) == [names[0], names[2]]

@@ -75,10 +75,12 @@ class RecordRun(Tabular, Generic[ResultT]):
     Attributes:
         results: one per record that could be scored.
         failed: records, and what belongs to them, that could not be scored.
+        lost: identifiers of the records among them: a part that another shard has scored counts for nothing.
     """
 
     results: list[ResultT] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
 
     noun: ClassVar[str]
     result_class: ClassVar[type[Any]]
@@ -112,25 +114,24 @@ class RecordRun(Tabular, Generic[ResultT]):
         # Figures of an earlier run are not those of this one.
         return kept_columns(given, [*self._own_columns(), *self.types, *self.replaced, *RUN_COLUMNS])
 
+    def lose(self, record: ProteinRecord, reason: str) -> None:
+        """Add a record that could not be scored."""
+        self.failed.append(BadRecord(record.id, reason))
+        self.lost.add(record.id)
+
     def to_state(self, records: Sequence[ProteinRecord]) -> list[Any]:
-        """JSON values of the results, each with the number of its record among all, for `of_shards`."""
-        numbers = {record.id: number for number, record in enumerate(records)}
-        return [[numbers[one.record.id], one.to_state()] for one in self.results]
+        """JSON values of the results, each with the number of its record among all, for `of_shards`; None if lost."""
+        results = {one.record.id: one.to_state() for one in self.results} | dict.fromkeys(self.lost)
+        return [[number, results[one.id]] for number, one in enumerate(records) if one.id in results]
 
     @classmethod
-    def of_shards(cls, shards: Iterable[Sequence[Any]], failed: Sequence[BadRecord]) -> Self:
-        """The run that its shards are parts of.
-
-        Args:
-            shards: `to_state` of each.
-            failed: what failed in any: a record of which a part could not be scored has no result.
-        """
-        parts: defaultdict[int, list[ResultT]] = defaultdict(list)
+    def of_shards(cls, shards: Iterable[Sequence[Any]]) -> Self:
+        """The results of the run that its shards are parts of, given `to_state` of each."""
+        parts: defaultdict[int, list[Any]] = defaultdict(list)
         for number, values in (one for shard in shards for one in shard):
-            parts[number].append(cls.result_class.from_state(values))
-        results = [cls.result_class.joined(own) for _, own in sorted(parts.items())]
-        names = {one.record for one in failed}
-        return cls([one for one in results if one.record.id not in names], list(failed))
+            parts[number].append(values)
+        whole = [own for _, own in sorted(parts.items()) if None not in own]
+        return cls([cls.result_class.joined(list(map(cls.result_class.from_state, own))) for own in whole])
 
     def write(
         self,

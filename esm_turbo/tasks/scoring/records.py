@@ -379,7 +379,7 @@ def score_records(
         if one.failed is None:
             _add_result(run, target, own, one, top_k)
         else:
-            run.failed.append(BadRecord(target.id, one.failed))
+            run.lose(target, one.failed)
     return run
 
 

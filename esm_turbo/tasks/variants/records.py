@@ -310,7 +310,7 @@ def score_records(
         if not all(math.isfinite(x) for scores in one.scores.values() for x in scores.values):
             failed = "its scores are not finite; try --dtype float32"
         if failed is not None:
-            run.failed.append(BadRecord(record.id, failed))
+            run.lose(record, failed)
             continue
         own = own_variants[record.id]
         if variants is None:

@@ -251,6 +251,6 @@ def test_shards_share_a_large_protein_and_keep_its_parts(
     ]
     assert ["long" in [one.wild_type.id for one in run.results] for run in shards] == [True, True]
     assert sum(len((folder / "results.jsonl").read_text().splitlines()) for folder in folders) > 4
-    joined = variants.VariantsRun.of_shards([run.to_state(proteins) for run in shards], [])
+    joined = variants.VariantsRun.of_shards(run.to_state(proteins) for run in shards)
     assert [one.variants for one in joined.results] == [one.variants for one in whole.results]
     assert [one.scores for one in joined.results] == [one.scores for one in whole.results]
