@@ -227,8 +227,8 @@ def stopped(rng: random.Random, folder: Path, references: References) -> list[Fi
             except (OSError, HTTPException) as error:
                 found.append(Finding("no answer", f"{type(error).__name__} for a request before SIGTERM"))
                 continue
-            # Too much to do (429), or more time than a request may take (504), is told before, too.
-            known = answer.status in (429, 503, 504) and _is_error(answer)
+            # Too much to do (429), or more time than a request may take (504), is told before, too, and what is wrong.
+            known = answer.status in (422, 429, 503, 504) and _is_error(answer)
             # One line, or several of a stream.
             if not (known or (answer.status == 200 and [json.loads(line) for line in answer.body.splitlines()])):
                 found.append(Finding("answer", f"{answer.status}, {answer.body[:200]!r}"))
@@ -236,8 +236,11 @@ def stopped(rng: random.Random, folder: Path, references: References) -> list[Fi
 
 
 def _large(rng: random.Random, key: str) -> tuple[str, bytes]:
-    """A request that is allowed and takes long: its path and its body."""
-    kind = rng.choice(("embeddings", "generate", "variants", "score"))
+    """A request that takes long, if only until it is refused: its path and its body."""
+    kind = rng.choice(("embeddings", "generate", "variants", "score", "misnumbered"))
+    if kind == "misnumbered":
+        variants = [f"A{number}C" for number in range(5000, 25_000)]
+        return "/v1/variants", json.dumps({"sequence": "A" * 1022, "variants": variants}).encode()
     if kind == "embeddings":
         return "/v1/embeddings", embedding(
             proteins(rng.randrange(20, 256), rng.randrange(100, 1022), rng.randrange(99))

@@ -23,7 +23,7 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
     """The ASGI application of a service.
 
     Args:
-        service: its engine must have been started.
+        service: its engines must have been started.
         tokens: see `Guard`, and so are `hosts`.
     """
     # FastAPI's own page of the API loads scripts from elsewhere; `static-files/docs.html` takes its place.

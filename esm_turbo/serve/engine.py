@@ -1,4 +1,4 @@
-"""The one thread that owns the model: it fills batches with pieces of the jobs of many clients.
+"""A thread that fills batches with pieces of the jobs of many clients: one owns the model, another checks requests.
 
 Clients take turns. In each, a job gives a piece to a batch, which takes about a second at most, and jobs of others fill
 the room that it leaves. So a short job waits for a few batches, however long others are and however many their client
@@ -38,7 +38,7 @@ class Engine:
     """Runs jobs in a thread of its own.
 
     Args:
-        turbo: the model, which nothing else may use meanwhile.
+        turbo: the model, which nothing else may run meanwhile.
         contexts: likewise.
         limits: of the queue.
         metrics: counts batches and tokens.

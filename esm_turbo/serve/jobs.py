@@ -209,6 +209,35 @@ class ItemJob(Job):
         return cache
 
 
+class CheckJob(Job):
+    """A request that is checked, in one piece; the result is what the check gives, such as another job."""
+
+    kind = "check"
+    least = 1
+
+    def __init__(self, check: Callable[[], Any]) -> None:
+        super().__init__(tokens=1)
+        self._check, self._found = check, None
+
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
+        """The check."""
+        self.left = False
+        return self._check, 1
+
+    def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """It alone."""
+        [check] = works
+        yield 0, check()
+
+    def put(self, found: Any) -> None:
+        """Keep what it gives."""
+        self._found = found
+
+    def result(self) -> Any:
+        """As of the check."""
+        return self._found
+
+
 class SequencesJob(Job):
     """Something of each of some sequences, in pieces of whole sequences."""
 

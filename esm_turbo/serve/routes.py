@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -17,8 +17,9 @@ from fastapi.routing import APIRoute
 from esm_turbo import __version__
 from esm_turbo.files.writing import is_full_disk
 from esm_turbo.model.memory import is_out_of_memory
+from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import RequestError, busy, failure, invalid, printable
-from esm_turbo.serve.jobs import Job
+from esm_turbo.serve.jobs import CheckJob, Job
 from esm_turbo.serve.schemas import (
     ContextAnswer,
     ContextId,
@@ -51,6 +52,7 @@ _CANDIDATE = ("candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_l
 # Bytes of a body that are parsed at once.
 _SMALL_BODY = 16 << 10
 Render = Callable[[Any], dict[str, Any]]
+_Checked = TypeVar("_Checked")
 
 
 class _Request(Request):
@@ -91,16 +93,16 @@ def router(service: Service) -> APIRouter:
 
     @version_1.post("/contexts", response_model=ContextAnswer, summary="Store the context of a protein, or of homologs")
     async def add_context(request: Request, body: ContextRequest) -> Response:
-        job = await asyncio.to_thread(service.context_job, body.sequence)
+        job = await _checked(service, request, service.context_job, body.sequence)
         return await _answer(service, request, job, service.describe_context)
 
     @version_1.get("/contexts/{id}", response_model=ContextAnswer, summary="Look a context up")
-    async def get_context(id: ContextId) -> Response:
-        return JSONResponse(await asyncio.to_thread(service.describe_context, id))
+    async def get_context(request: Request, id: ContextId) -> Response:
+        return JSONResponse(await _checked(service, request, service.describe_context, id))
 
     @version_1.post("/contexts/{id}/score", response_model=ScoreAnswer, summary="Score candidates after a protein")
     async def score(request: Request, id: ContextId, body: ScoreRequest) -> Response:
-        job = await asyncio.to_thread(service.score_job, id, body)
+        job = await _checked(service, request, service.score_job, id, body)
 
         def render(scores: Any) -> dict[str, Any]:
             ranks = {index: rank for rank, index in enumerate(scores.ranking(), start=1)}
@@ -120,12 +122,12 @@ def router(service: Service) -> APIRouter:
 
     @version_1.post("/contexts/{id}/variants", response_model=VariantsAnswer, summary="Score variants of a protein")
     async def variants(request: Request, id: ContextId, body: VariantsRequest) -> Response:
-        job = await asyncio.to_thread(service.variants_job, id, body)
+        job = await _checked(service, request, service.variants_job, id, body)
         return await _answer(service, request, job, partial(variant_scores, id), body.stream)
 
     @version_1.post("/variants", response_model=VariantsAnswer, summary="Score variants, also after homologs")
     async def protein_variants(request: Request, body: ProteinVariantsRequest) -> Response:
-        job = await asyncio.to_thread(service.protein_variants_job, body)
+        job = await _checked(service, request, service.protein_variants_job, body)
         return await _answer(service, request, job, partial(variant_scores, body.context), body.stream)
 
     @version_1.get("/models", summary="The model, in the shape of OpenAI's API")
@@ -135,7 +137,7 @@ def router(service: Service) -> APIRouter:
 
     @version_1.post("/embeddings", response_model=EmbeddingsAnswer, summary="Mean embeddings, in OpenAI's shape")
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
-        job = await asyncio.to_thread(service.embed_job, body)
+        job = await _checked(service, request, service.embed_job, body)
 
         def render(means: Any) -> dict[str, Any]:
             data = []
@@ -152,7 +154,7 @@ def router(service: Service) -> APIRouter:
 
     @version_1.post("/generate", response_model=GenerateAnswer, summary="Generate residues")
     async def generate(request: Request, body: GenerateRequest) -> Response:
-        job = await asyncio.to_thread(service.generate_job, body)
+        job = await _checked(service, request, service.generate_job, body)
 
         def render(made: Any) -> dict[str, Any]:
             names = ("sequence", "new_residues", "positions", "log_probs", "mean_log_prob")
@@ -165,12 +167,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/healthz", summary="Whether the service works")
     async def health() -> Response:
-        engine, limits = service.engine, service.limits
-        if not engine.alive:
+        engines, limits = service.engines, service.limits
+        if not all(one.alive for one in engines):
             raise RequestError(503, "the engine has stopped")
-        if (seconds := engine.batch_seconds) > limits.seconds:
+        if (seconds := max(one.batch_seconds for one in engines)) > limits.seconds:
             raise RequestError(503, f"a batch has been running for {seconds:.0f} s")
-        queue = {"requests": engine.jobs, "running": engine.running, "seconds": round(engine.backlog, 3)}
+        queue = {"requests": service.jobs, "running": service.running, "seconds": round(service.engine.backlog, 3)}
         about = {"status": "ok", "version": __version__, "model": service.name}
         homologs = None if service.homologs is None else vars(service.homologs)
         return JSONResponse({**about, "queue": queue, "limits": vars(limits), "homologs": homologs})
@@ -183,35 +185,48 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+async def _checked(service: Service, request: Request, check: Callable[..., _Checked], *given: Any) -> _Checked:
+    """What a check of a request gives, such as its job; others are checked in turn with those of other clients."""
+    request.state.end = asyncio.get_running_loop().time() + service.limits.seconds
+    checked: _Checked = await _finished(service, request, service.checks, CheckJob(partial(check, *given)))
+    return checked
+
+
 async def _answer(service: Service, request: Request, job: Job, render: Render, stream: bool = False) -> Response:
     """Run a job and answer with its result; or at once, with lines that report its progress."""
-    job.client = request.state.client
-    service.engine.submit(job)
     if stream:
-        return _Stream(service, job, render)
+        job.client = request.state.client
+        service.engine.submit(job)
+        return _Stream(service, job, render, request.state.end)
+    result = await _finished(service, request, service.engine, job)
+    return Response(await asyncio.to_thread(_json, render, result), media_type="application/json")
+
+
+async def _finished(service: Service, request: Request, engine: Engine, job: Job) -> Any:
+    """The result of a job, which ends when its client leaves, or with the time of the request."""
+    job.client = request.state.client
+    engine.submit(job)
     future = asyncio.wrap_future(job.future)
     # asyncio complains of errors that nobody took, as those of jobs whose client has left.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     gone = asyncio.ensure_future(_client_left(request))
     try:
-        await asyncio.wait({future, gone}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+        left = request.state.end - asyncio.get_running_loop().time()
+        await asyncio.wait({future, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            if gone.done():
-                return Response(status_code=499)
-            raise _too_late(service, job)
-        result = await _result(future)
-        return Response(await asyncio.to_thread(_json, render, result), media_type="application/json")
+            raise RequestError(499, "the client has left") if gone.done() else _too_late(service, job)
+        return await _result(future)
     finally:
         gone.cancel()
         if not future.done():
-            service.engine.discard(job)
+            engine.discard(job)
 
 
 class _Stream(StreamingResponse):
     """Lines of JSON: progress whenever there is some, at last the result or the error."""
 
-    def __init__(self, service: Service, job: Job, render: Render) -> None:
-        super().__init__(_lines(service, job, render), media_type="application/x-ndjson")
+    def __init__(self, service: Service, job: Job, render: Render, end: float) -> None:
+        super().__init__(_lines(service, job, render, end), media_type="application/x-ndjson")
         self._engine, self._job = service.engine, job
 
     async def __call__(self, *arguments: Any) -> None:
@@ -222,13 +237,13 @@ class _Stream(StreamingResponse):
             self._engine.discard(self._job)
 
 
-async def _lines(service: Service, job: Job, render: Render) -> AsyncIterator[bytes]:
+async def _lines(service: Service, job: Job, render: Render, end: float) -> AsyncIterator[bytes]:
     loop, news = asyncio.get_running_loop(), asyncio.Event()
     job.report = lambda done, tokens: loop.call_soon_threadsafe(news.set)  # type: ignore[assignment]
     future = asyncio.wrap_future(job.future)
     future.add_done_callback(lambda _: news.set())
     try:
-        async with asyncio.timeout(service.limits.seconds):
+        async with asyncio.timeout_at(end):
             while not future.done():
                 await news.wait()
                 news.clear()

@@ -117,11 +117,13 @@ class Server:
         """
         # Otherwise each look into the store would read all weights.
         with owned(self.service.turbo.model.base_model):
-            self.service.engine.start()
+            for engine in self.service.engines:
+                engine.start()
             try:
                 self._server.run(sockets=[self.listener])
             finally:
-                self.service.engine.stop(finish=not self._server.force_exit, timeout=self._server.seconds_left)
+                for engine in self.service.engines:
+                    engine.stop(finish=not self._server.force_exit, timeout=self._server.seconds_left)
                 self.listener.close()
 
     def stop(self) -> None:
@@ -135,7 +137,7 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], service: Service) -> None:
         super().__init__(config)
         self._ready = ready
-        self._engine, self._seconds = service.engine, service.limits.seconds
+        self._service, self._seconds = service, service.limits.seconds
         self._margin = min(_MARGIN, self._seconds / 4)
         self._end: float | None = None
 
@@ -160,11 +162,15 @@ class _Uvicorn(uvicorn.Server):
         # A third of the margin for those to take their answer that were told.
         left = max(0.0, self.seconds_left - self._margin / 3)
         self.config.timeout_graceful_shutdown = left  # type: ignore[assignment]
-        timer = asyncio.get_running_loop().call_later(left - self._margin / 3, self._engine.give_up)
+        timer = asyncio.get_running_loop().call_later(left - self._margin / 3, self._give_up)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+    def _give_up(self) -> None:
+        for engine in self._service.engines:
+            engine.give_up()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

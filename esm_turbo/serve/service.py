@@ -54,6 +54,8 @@ class Service:
         wait: seconds that a batch with room left waits for further requests.
 
     Attributes:
+        engine: runs jobs.
+        checks: another, which reads and checks requests, from which it makes jobs.
         name: of the model.
         arm: how its contexts are kept, `turbo` or `frozen`.
         homologs: sizes of its contexts if these are homologs, see `FamilyEncoder.exact_contexts`; else None.
@@ -91,15 +93,31 @@ class Service:
         self.metrics = Metrics({name: self._run[name] for name in ("model", "fingerprint", "arm", "preset")})
         self.contexts = Contexts(turbo, store, resident_bytes, limit=self.limits.contexts)
         self.engine = Engine(turbo, self.contexts, self.limits, self.metrics, toks_per_batch, wait)
+        self.checks = Engine(turbo, self.contexts, self.limits, self.metrics)
 
     def run(self, *, contexts: bool = True) -> dict[str, str | None]:
         """What computes an answer; with `contexts` False, one for which the whole sequence runs."""
         return dict(self._run) if contexts else {**self._run, "arm": "full", "preset": None}
 
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        """Both, in the order in which requests pass them."""
+        return self.checks, self.engine
+
+    @property
+    def jobs(self) -> int:
+        """Number of requests that wait or run."""
+        return sum(one.jobs for one in self.engines)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that run, those that nobody waits for any more among them."""
+        return sum(one.running for one in self.engines)
+
     def metrics_text(self) -> bytes:
         """The answer of `/metrics`."""
-        self.metrics.queue.set(self.engine.jobs)
-        self.metrics.running.set(self.engine.running)
+        self.metrics.queue.set(self.jobs)
+        self.metrics.running.set(self.running)
         self.metrics.stored.set(self.contexts.stored)
         self.metrics.derived.set(self.contexts.resident.nbytes)
         return self.metrics.text()

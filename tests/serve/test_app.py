@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import socket
@@ -20,6 +21,7 @@ from esm_turbo.serve.app import STATIC
 from esm_turbo.serve.jobs import ItemJob
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.schemas import ErrorAnswer
+from esm_turbo.serve.service import Service
 from tests.helpers.service import running
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNL"
@@ -478,6 +480,65 @@ def test_too_many_requests_are_told_to_come_again(turbo, tmp_path, monkeypatch):
             thread.join(60)
         assert [answer.status for answer in results] == [200, 200]
         assert client.post(f"/v1/contexts/{key}/score", {"candidates": ["A"]}).status == 200
+
+
+def test_checks_are_made_in_turn_and_for_nobody_who_left(turbo, tmp_path, monkeypatch):
+    order, reached, gate = [], threading.Event(), threading.Event()
+
+    def noting(name):
+        original = getattr(Service, name)
+
+        def check(service, request):
+            order.append(name)
+            reached.set()
+            assert gate.wait(60)
+            return original(service, request)
+
+        monkeypatch.setattr(Service, name, check)
+
+    def ask(token, path, body):
+        answers.append(Client(client.port, {"authorization": f"Bearer {token}"}).post(path, body))
+
+    noting("protein_variants_job")
+    noting("embed_job")
+    variants = {"sequence": TARGET, "variants": ["M1A"]}
+    raw = json.dumps(variants).encode()
+    with running(turbo, tmp_path / "store", Limits(queue=8), tokens=["a" * 20, "b" * 20]) as client:
+        engine, answers = client.service.checks, []
+        head = f"POST /v1/variants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {'a' * 20}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        with contextlib.ExitStack() as sent:
+            first, *others = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(4)]
+            first.sendall(head.encode() + raw)
+            assert reached.wait(30)
+            for one in others:
+                sent.enter_context(one).sendall(head.encode() + raw)
+            wait_until(lambda: engine.jobs == 4)
+            ask("a" * 20, "/v1/variants", variants)
+            assert answers.pop().status == 429
+            other = threading.Thread(target=ask, args=("b" * 20, "/v1/embeddings", {"input": "ACD", **EMBED}))
+            other.start()
+            wait_until(lambda: engine.jobs == 5)
+            assert client.get("/healthz").json["queue"]["requests"] == 5
+            others[0].close()
+            wait_until(lambda: engine.jobs == 4)
+            gate.set()
+            other.join(60)
+            wait_until(lambda: engine.jobs == 0)
+        first.close()
+    # The first had been taken before there were others.
+    assert order == [*["protein_variants_job"] * 2, "embed_job", "protein_variants_job"]
+    assert [answer.status for answer in answers] == [200]
+
+
+def test_a_check_counts_to_the_time_of_its_request(turbo, tmp_path, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Service, "embed_job", lambda service, request: gate.wait(60))
+    with running(turbo, tmp_path / "store", Limits(seconds=0.5)) as client:
+        assert client.post("/v1/embeddings", {"input": "ACD", **EMBED}).status == 504
+        assert client.get("/healthz").status == 503
+        gate.set()
+        wait_until(lambda: client.get("/healthz").status == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])

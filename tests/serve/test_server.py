@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serve.process import Process
+from benchmarks.serve.process import Client, Process
 from esm_turbo import ContextStore
+from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
 from esm_turbo.serve.service import Service
 
@@ -89,6 +90,26 @@ def test_a_signal_ends_it_within_the_time_of_a_request(tmp_path):
                 assert response.status == 503
                 assert json.loads(response.read())["detail"][0]["msg"] == "the service is stopping"
         assert service.said.startswith("esm-turbo: stopped")
+
+
+def test_no_check_keeps_it_from_ending(turbo, tmp_path, monkeypatch):
+    reached, gate, answers = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(Service, "embed_job", lambda *_: (reached.set(), gate.wait(60)))
+    with ContextStore(tmp_path / "store") as store:
+        listener = open_socket("127.0.0.1", 0)
+        client, body = Client(listener.getsockname()[1]), {"input": "ACD", "model": "esm2-mini"}
+        server = Server(Service(turbo, store, Limits(seconds=6)), listener)
+        asking = threading.Thread(target=lambda: answers.append(client.post("/v1/embeddings", body)))
+        serving = threading.Thread(target=server.run)
+        for thread in (serving, asking):
+            thread.start()
+        assert reached.wait(30)
+        server.stop()
+        serving.join(30)
+        assert not serving.is_alive()
+        asking.join(30)
+        gate.set()
+    assert [answer.status for answer in answers] == [503]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

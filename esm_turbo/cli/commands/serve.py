@@ -111,7 +111,7 @@ def serve(
 
         sys.setswitchinterval(_SWITCH_SECONDS)
         Server(service, listener, tokens, hosts, ready).run()
-        if service.engine.alive:
+        if any(one.alive for one in service.engines):
             # Python would wait for the batch that runs, and so would closing the store.
             if store is None:
                 shutil.rmtree(folder, ignore_errors=True)

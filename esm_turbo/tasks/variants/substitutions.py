@@ -10,10 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_RESIDUES
 
 _POSITION_DIGITS = 18
+# Of variants, by which a numbering is looked for.
+_MOST_RESIDUES = 200
 _CHANGE = re.compile(
     r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins([A-Z]+))", re.IGNORECASE | re.ASCII
 )
@@ -127,10 +130,15 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
     places: dict[str, list[int]] = {}
     for index, residue in enumerate(wild_type):
         places.setdefault(residue, []).append(index)
-    fitting = Counter[int]()
-    for (residue, position), times in named.items():
+    # Every place of a residue gives a numbering: the best ones of some residues are then counted over all.
+    fitting, some = Counter[int](), islice(named, 0, None, 1 + len(named) // _MOST_RESIDUES)
+    for residue, position in some:
         for index in places.get(residue, ()):
-            fitting[position - index] += times
+            fitting[position - index] += named[residue, position]
+    protein = set(enumerate(wild_type))
+    for first in (first_position, *(first for first, _ in fitting.most_common(2))):
+        named_there = (times for (residue, position), times in named.items() if (position - first, residue) in protein)
+        fitting[first] = sum(named_there)
     (best, most), (_, next_most) = [*fitting.most_common(2), (0, 0), (0, 0)][:2]
     total = named.total()
     # Of a few variants, another numbering may fit all by chance.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,6 +178,18 @@ def test_the_likely_cause_of_variants_that_do_not_fit(variants: list[str], cause
         parse_variants(variants, WILD_TYPE)
     assert cause in str(caught.value)
     assert str(caught.value).startswith(f"{caught.value.found}; ")
+
+
+def test_the_likely_cause_of_very_many_variants() -> None:
+    protein = "".join(random.Random(0).choices(RESIDUES, k=4000))
+    shifted = [f"{residue}{position}A" for position, residue in enumerate(protein, start=24)]
+    with pytest.raises(MisnumberedError, match=r"With `first_position` 24, 4,000 of 4,500 residues fit"):
+        parse_variants([*shifted, *(f"A{position}C" for position in range(9000, 9500))], protein)
+    # All places of each residue would take many seconds.
+    begin = time.process_time()
+    with pytest.raises(MisnumberedError, match="residues fit"):
+        parse_variants([f"A{position}C" for position in range(50_000, 70_000)], "A" * 20_000)
+    assert time.process_time() - begin < 10
 
 
 @given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
