@@ -85,20 +85,17 @@ def _binders_table(target: str, found: Binders, top: int) -> Table:
     shown = found.binders[:top]
     unit, values = found.scores.specificities()
     titles, again = _rescored(found.scores, found.sort_by)
+    columns = ["rank", "binder", _PERPLEXITY, *([f"specificity\n{unit}"] if unit else []), "seed", *titles]
     rows = []
     for index, one in enumerate(shown):
         figures = [f"{one.score.pseudo_perplexity:.3f}", *([_number(values[index])] if unit else [])]
         rows.append([str(index + 1), one.sequence, *figures, str(one.seed), *again[index]])
     return text_table(
         target,
-        [
-            *("rank", "binder", _PERPLEXITY),
-            *([f"specificity\n{unit}"] if unit else []),
-            "seed",
-            *titles,
-        ],
+        columns,
         rows,
         left=(0, 1),
+        spare=_spare(columns, found.sort_by),
         caption=_caption(len(found.binders) - len(shown), found.sort_by, unit),
     )
 
@@ -194,19 +191,27 @@ def _target_table(result: TargetResult, top: int) -> Table:
         rows.append([*cells, _number(specificities[index]) if unit else likelihood, *again[index]])
     rest = len(result.candidates) - len(shown)
     of_arm = f"\n{result.reference}" if len(result.scores) > 1 else ""
+    columns = [
+        *("rank", "candidate", "sequence"),
+        *(f"{_PERPLEXITY}\n{arm}" for arm in result.scores),
+        f"specificity\n{unit}" if unit else f"pseudo-log-lik.{of_arm}",
+        *titles,
+    ]
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
-        [
-            *("rank", "candidate", "sequence"),
-            *(f"{_PERPLEXITY}\n{arm}" for arm in result.scores),
-            f"specificity\n{unit}" if unit else f"pseudo-log-lik.{of_arm}",
-            *titles,
-        ],
+        columns,
         rows,
         left=(0, 1, 2),
         cut=(2,),
+        spare=_spare(columns, result.sort_by),
         caption=_caption(rest, result.sort_by, unit),
     )
+
+
+def _spare(columns: Sequence[str], sort_by: SortBy) -> list[int]:
+    """Indices of the columns that a narrow terminal can do without: numbers that do not rank."""
+    others = ("pseudo-",) if sort_by == "specificity" else ("pseudo-log", "specificity")
+    return [index for index, column in enumerate(columns) if column.startswith(("residues", "candidates", "seed", *others))]
 
 
 def _perplexities(result: TargetResult, index: int) -> list[str]:
@@ -222,7 +227,7 @@ def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str
     if not scores.rescored:
         return [], [[]] * len(scores.scores)
     unit, _ = scores.specificities()
-    titles = [f"{_PERPLEXITY}\nfull", *(["specificity\nfull"] if unit else []), "rank\nby full"]
+    titles = [f"{_PERPLEXITY}\nfull", *([f"specificity\nfull, {unit}"] if unit else []), "rank\nby full"]
     cells = [[""] * len(titles)] * len(scores.scores)
     exact = scores.rescored_cells(sort_by)
     for before, index in enumerate(scores.ranking(sort_by), start=1):
@@ -250,17 +255,19 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
         compared = [_number(specificities[best])] if unit else []
         rows.append([result.target.id, *counts[: len(sizes)], *cells, *compared, *(again[best] or [""] * len(titles))])
+    columns = [
+        *("target", *sizes, "best\ncandidate", "sequence"),
+        *(f"{_PERPLEXITY}\n{arm}" for arm in results[0].scores),
+        *([f"specificity\n{unit}"] if unit else []),
+        *titles,
+    ]
     return text_table(
         f"best candidates of {len(results):,} targets",
-        [
-            *("target", *sizes, "best\ncandidate", "sequence"),
-            *(f"{_PERPLEXITY}\n{arm}" for arm in results[0].scores),
-            *([f"specificity\n{unit}"] if unit else []),
-            *titles,
-        ],
+        columns,
         rows,
         left=(0, len(sizes) + 1, len(sizes) + 2),
         cut=(len(sizes) + 2,),
+        spare=_spare(columns, results[0].sort_by),
         caption=_rest(len(results)) or _caption(0, results[0].sort_by, unit),
     )
 

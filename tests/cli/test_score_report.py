@@ -115,7 +115,7 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     run.results = [result]
     lines = lines_of(score_report(run, None))
     header = next(line for line in lines if "by full" in line)
-    assert [cell.strip() for cell in header.split("┃")[-5:-1]] == [unit, "full", "full", "by full"]
+    assert [cell.strip() for cell in header.split("┃")[-5:-1]] == [unit, "full", f"full, {unit}", "by full"]
     specificity = "2.0000" if unit == "s.d." else "1.0000"
     assert row(lines, "3")[-3:] == ["7.389", specificity, "1 (+2)"]
     assert row(lines, "1")[-3:] == ["", "", ""]
@@ -142,6 +142,13 @@ def test_tables_of_120_columns_break_no_word(turbo: TurboEsm, arms: tuple[Arm, .
         # In fewer columns, text gives way before numbers do.
         narrow = "\n".join(lines_of(score_report(run, top), 104))
         assert "perplexity ┃" in narrow and "specificity ┃" in narrow and "…" in narrow
+        # In 80, columns of other numbers do.
+        lines = lines_of(score_report(run, top), 80)
+        assert max(map(len, lines)) <= 80
+        first = next(line.split("│")[1:-1] for line in lines if line.startswith(("│ 1 ", "│ serine_")))
+        assert all(len(cell.strip()) >= 9 for cell in first[top is not None :][: 3 - (top is not None)])
+        assert "full" in arms or any("by full" in line for line in lines)
+        assert any("in a wider terminal" in line for line in lines)
         # A sequence that does not fit is cut off.
         assert top is None or re.search("│ ACD[A-Y]*… *│", text)
 

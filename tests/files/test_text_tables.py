@@ -35,6 +35,16 @@ def test_long_cells_are_folded_not_cut() -> None:
     assert "".join(line.strip("│ ") for line in lines[3:-1]) == "MKTAYIAKQR" * 5
 
 
+def test_a_narrow_table_leaves_out_columns_before_its_texts_are_unreadable() -> None:
+    columns, rows = ["name", "much longer", "count"], [["MKTAYIAKQR" * 2, "1", "2"]]
+    lines = lines_of(text_table("", columns, rows, spare=[1], caption="note"), width=35)
+    assert [line.strip() for line in lines[3:]] == [
+        *("│ MKTAYIAKQRMKTAYIAKQR │     2 │", "└──────────────────────┴───────┘"),
+        *("note", "1 more column in a wider terminal"),
+    ]
+    assert "much longer" in "".join(lines_of(text_table("", columns, rows, spare=[1]), width=36))
+
+
 def test_foreign_text_is_neither_markup_nor_control() -> None:
     lines = lines_of(text_table("[/x]", ["name"], [["[bold]a[/b]"], ["b\x1b[2J\r"]]))
     assert lines[0].strip() == "[/x]"
