@@ -120,9 +120,9 @@ class ScreenOptions:
     rescore: Annotated[
         int | None,
         Parameter(
-            help="Number of candidates per target, the best, whose likelihood is computed again exactly, by the arm"
-            " full. Their full_specificity is exact on the target, not in the background; --arm full computes both"
-            " exactly."
+            help="Number of candidates per target, the best, that are scored again exactly, by the arm full; where"
+            " specificity ranks, in their background, too: with the other targets, as many times the work as there"
+            " are targets."
         ),
     ] = None
     unknown_residues: Annotated[

@@ -73,12 +73,7 @@ def binders_report(found: Mapping[str, Binders], top: int) -> list[object]:
 
 def _how_exact(scores: Sequence[Scores]) -> str:
     """Which of the values shown are approximate."""
-    again = [one for one in scores if one.rescored]
-    if not again:
-        return _HOW_EXACTLY
-    compared = again[0].background is not None
-    how = f"; specificity, full, is exact on the target, but its background is by {again[0].arm}"
-    return _BUT_THE_BEST + how * compared
+    return _BUT_THE_BEST if any(one.rescored for one in scores) else _HOW_EXACTLY
 
 
 def _binders_table(target: str, found: Binders, top: int) -> Table:
@@ -211,7 +206,8 @@ def _target_table(result: TargetResult, top: int) -> Table:
 def _spare(columns: Sequence[str], sort_by: SortBy) -> list[int]:
     """Indices of the columns that a narrow terminal can do without: numbers that do not rank."""
     others = ("pseudo-",) if sort_by == "specificity" else ("pseudo-log", "specificity")
-    return [index for index, column in enumerate(columns) if column.startswith(("residues", "candidates", "seed", *others))]
+    spare = ("residues", "candidates", "seed", *others)
+    return [index for index, column in enumerate(columns) if column.startswith(spare)]
 
 
 def _perplexities(result: TargetResult, index: int) -> list[str]:
@@ -226,7 +222,7 @@ def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str
     """
     if not scores.rescored:
         return [], [[]] * len(scores.scores)
-    unit, _ = scores.specificities()
+    unit = scores.specificities()[0] if sort_by == "specificity" else None
     titles = [f"{_PERPLEXITY}\nfull", *([f"specificity\nfull, {unit}"] if unit else []), "rank\nby full"]
     cells = [[""] * len(titles)] * len(scores.scores)
     exact = scores.rescored_cells(sort_by)

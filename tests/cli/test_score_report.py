@@ -110,7 +110,7 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     scores = result.scores["turbo"].with_background(background, "decoys")
     last = scores.ranking("specificity")[-1]
     residues = scores.scores[last].candidate
-    exact = replace(scores, scores=(CandidateScore(residues, (-2.0,) * len(residues)),))
+    exact = replace(scores, scores=(CandidateScore(residues, (-2.0,) * len(residues), background[residues]),))
     result = replace(result, scores={"turbo": scores.with_exact([last], exact)}, sort_by="specificity")
     run.results = [result]
     lines = lines_of(score_report(run, None))
@@ -119,7 +119,7 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     specificity = "2.0000" if unit == "s.d." else "1.0000"
     assert row(lines, "3")[-3:] == ["7.389", specificity, "1 (+2)"]
     assert row(lines, "1")[-3:] == ["", "", ""]
-    assert lines[-1].endswith("specificity, full, is exact on the target, but its background is by turbo")
+    assert lines[-1].endswith("except those by full")
 
 
 @pytest.mark.parametrize("arms", [("turbo", "frozen", "full"), ("turbo",)])

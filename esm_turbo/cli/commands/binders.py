@@ -92,10 +92,10 @@ def binders(
             has no calibration.
         refresh: Residues at the end of the target that are recomputed with every peptide.
         background: Compare each peptide with itself elsewhere, for its specificity: on the other targets (targets),
-            after no target (alone), on shipped proteins (decoys), or on those of a FASTA file.
+            after no target (alone), on the twelve shipped proteins (decoys or all-decoys), or on those of a FASTA file.
         sort_by: Rank by likelihood, or by specificity, which needs a background.
-        rescore: Number of peptides per target, the best, whose likelihood is computed again exactly, by the arm full.
-            Their full_specificity is exact on the target, not in the background; --arm full computes both exactly.
+        rescore: Number of peptides per target, the best, that are scored again exactly, by the arm full; where
+            specificity ranks, in each protein of their background, too.
         top: Number of peptides to print per target.
         out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
     """

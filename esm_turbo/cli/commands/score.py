@@ -158,6 +158,8 @@ def score(
             stages["background"] = len(arms) * len(contexts) * residues // shards
         if screen.rescore is not None:
             stages["rescore"] = None
+            if contexts and screen.sort_by == "specificity":
+                stages["rescore background"] = None
         with running(spread, turbo, store, journal, "residues", stages) as where:
             options = {"top_k": top_k, **settings, **where}
             run = score_records(turbo, good, read, arms, plan=sharding.plan, **options)
@@ -168,8 +170,10 @@ def score(
                 compare(run, background)
             sort(run, screen.sort_by)
             if screen.rescore is not None:
-                again = partial(score_records, turbo, stage="rescore", **options)
-                rescore(run, screen.rescore, again)
+                again, elsewhere = (
+                    partial(score_records, turbo, stage=stage, **options) for stage in ("rescore", "rescore background")
+                )
+                rescore(run, screen.rescore, contexts, again, elsewhere)
         write_results(run, used, settings | chosen, sharding, good, compares_targets=compares and not contexts)
     if matrix is not None and run.results:
         save(partial(run.matrix().write, metadata=run_metadata(used, settings | chosen)), matrix)

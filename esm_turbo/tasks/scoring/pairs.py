@@ -150,7 +150,8 @@ def score(
         background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
             `decoys` or `all-decoys`, the twelve shipped proteins; or residues of other proteins. Each costs as much
             as the target.
-        rescore: number of candidates, the best by `sort_by`, that are scored again exactly, by the arm `full`.
+        rescore: number of candidates, the best by `sort_by`, that are scored again exactly, by the arm `full`; where
+            specificity ranks, in the whole background, too.
         sort_by: `likelihood` or `specificity`, see `Scores.ranking`.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score`, and then `rescore`, and residues, see `Progress`.
@@ -179,8 +180,9 @@ def score(
         pair = TargetPairs(sequence, own)
     warn_of_pairs(turbo, [pair])
     check_ranking(arm, rescore, sort_by, background)
-    found = _against(turbo, task, [pair], background, progress, alone=True)
-    return _with_best_again(turbo, task, [pair], found, rescore, sort_by, progress)[0]
+    contexts = _contexts(background, [pair])
+    found = _against(turbo, task, [pair], contexts, progress, alone=True)
+    return _with_best_again(turbo, task, found, [pair], contexts, rescore, sort_by, progress)[0]
 
 
 def score_pairs(
@@ -228,15 +230,27 @@ def score_pairs(
     warn_of_pairs(turbo, pairs)
     check_ranking(arm, rescore, sort_by, background)
     runner: Runner | None = turbo.runner(devices)
-    found = _against(turbo, task, pairs, background, progress, runner)
-    return _with_best_again(turbo, task, pairs, found, rescore, sort_by, progress, runner)
+    contexts = _contexts(background, pairs)
+    found = _against(turbo, task, pairs, contexts, progress, runner)
+    return _with_best_again(turbo, task, found, pairs, contexts, rescore, sort_by, progress, runner)
+
+
+def _contexts(
+    background: Background | Sequence[str], pairs: Sequence[TargetPairs]
+) -> tuple[str | None, list[ProteinRecord]]:
+    """Of a background, see `background_contexts`."""
+    return background_contexts(background, sum(len(pair.candidates) for pair in pairs) // len(_unique(pairs)))
+
+
+def _unique(pairs: Sequence[TargetPairs]) -> list[str]:
+    return list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates))
 
 
 def _against(
     turbo: ContextModel,
     task: ScoreTask,
     pairs: Sequence[TargetPairs],
-    background: Background | Sequence[str],
+    background: tuple[str | None, list[ProteinRecord]],
     progress: Progress | None,
     runner: Runner | None = None,
     *,
@@ -245,11 +259,11 @@ def _against(
     """Score pairs, and the same candidates in a background; the errors are those of `score_pairs`.
 
     Args:
+        background: its name and contexts.
         alone: there is one target, whose error is raised.
     """
-    unique = list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates))
-    name, records = background_contexts(background, sum(len(pair.candidates) for pair in pairs) // len(unique))
-    others = [TargetPairs(record.sequence, unique) for record in records]
+    name, records = background
+    others = [TargetPairs(record.sequence, _unique(pairs)) for record in records]
     size, more = (sum(map(task.units, own)) for own in (pairs, others))
     shown = part_of(progress, total=size + more)
     if alone:
@@ -298,19 +312,36 @@ def check_ranking(arm: Arm | None, rescore: int, sort_by: SortBy, background: st
 def _with_best_again(
     turbo: ContextModel,
     task: ScoreTask,
-    pairs: Sequence[TargetPairs],
     found: PairScores,
+    pairs: Sequence[TargetPairs],
+    background: tuple[str | None, list[ProteinRecord]],
     top: int,
     sort_by: SortBy,
     progress: Progress | None,
     runner: Runner | None = None,
 ) -> PairScores:
-    """Scores with those of the best candidates of each target by the arm `full`; the options are those of `score`."""
+    """Scores with those of the best candidates of each target by the arm `full`, and in their background if that ranks.
+
+    The options are those of `score`.
+    """
     chosen = {i: one.ranking(sort_by)[:top] for i, one in enumerate(found.scores) if one is not None}
     if not top or not chosen:
         return found
-    best = [TargetPairs(pairs[i].sequence, [found[i].scores[c].candidate for c in own]) for i, own in chosen.items()]
-    again = _together(turbo, replace(task, arms=("full",)), best, part_of(progress, stage="rescore"), runner)
+    best = {index: [found[index].scores[number].candidate for number in own] for index, own in chosen.items()}
+    if sort_by == "likelihood":
+        background = None, []
+    elif background[0] == "targets":
+        # Other targets are a background for those that are scored on them.
+        known = {one for own in best.values() for one in own}
+        best = {index: [c for c in found[index].by_candidate() if c in known] for index in best}
+    again = _against(
+        turbo,
+        replace(task, arms=("full",)),
+        [TargetPairs(pairs[index].sequence, own) for index, own in best.items()],
+        background,
+        part_of(progress, stage="rescore"),
+        runner,
+    )
     scores = list(found.scores)
     for number, (index, own) in enumerate(chosen.items()):
         scores[index] = found[index].with_exact(own, again.scores[number])

@@ -181,7 +181,7 @@ class Scores(ItemScores):
     def rescored_cells(self, by: SortBy = "likelihood") -> list[tuple[float | None, ...]]:
         """For each candidate its figures by the arm `full`, and its rank among those scored again; None for others.
 
-        Specificity compares the exact likelihood on the target with the background as this arm scored it.
+        They have a specificity if their background was scored again, too.
 
         Args:
             by: what ranks them, in the unit of `ranking`.
@@ -226,15 +226,15 @@ class Scores(ItemScores):
         return replace(self, scores=scores, background=background)
 
     def with_exact(self, chosen: Sequence[int], exact: Scores | None) -> Scores:
-        """The same scores with those of some candidates by the arm `full`, which are compared with the same background.
+        """The same scores with those of some candidates by the arm `full`.
 
         Args:
             chosen: indices of the candidates.
             exact: their scores; those that could not be scored are missing.
         """
         known = {} if exact is None else {one.candidate: one for one in exact.scores}
-        again = [(index, self.scores[index]) for index in chosen if self.scores[index].candidate in known]
-        return replace(self, rescored={i: replace(known[o.candidate], background=o.background) for i, o in again})
+        again = {index: known.get(self.scores[index].candidate) for index in chosen}
+        return replace(self, rescored={index: one for index, one in again.items() if one is not None})
 
     def ordered(self, order: Sequence[int]) -> Scores:
         """The same scores in another order of the candidates, by their indices."""

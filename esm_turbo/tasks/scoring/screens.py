@@ -16,7 +16,7 @@ ScoreMore = Callable[[Sequence[ProteinRecord], Sequence[Candidate], Sequence[Arm
 
 def score_in(contexts: Sequence[ProteinRecord], run: ScoringRun, score_more: ScoreMore) -> list[TargetResult]:
     """Score the candidates of a run in the contexts of a background; those that fail are added to its failures."""
-    if not run.results:
+    if not run.results or not contexts:
         return []
     arms = list(run.results[0].scores)
     unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
@@ -50,18 +50,28 @@ def sort(run: ScoringRun, sort_by: SortBy) -> None:
     run.results = [replace(one, sort_by=sort_by) for one in run.results]
 
 
-def rescore(run: ScoringRun, top: int, score_more: ScoreMore) -> None:
-    """Score the best candidates of every target again by the arm `full`.
-
-    Their specificity compares the exact likelihood with the same background as before.
+def rescore(
+    run: ScoringRun, top: int, contexts: Sequence[ProteinRecord], score_more: ScoreMore, score_elsewhere: ScoreMore
+) -> None:
+    """Score the best candidates of every target again by the arm `full`, in their background too if that ranks them.
 
     Args:
         run: the scores, which are changed; candidates that failed are added to its failures.
         top: number of candidates per target.
+        contexts: of the background; none for `targets`.
         score_more: scores them.
+        score_elsewhere: scores them in the contexts.
     """
-    chosen = [replace(one.candidates[i], target=one.target.id) for one in run.results for i in one.ranking()[:top]]
+    compares = any(one.sort_by == "specificity" for one in run.results)
+    best = {one.target.id: [one.candidates[index] for index in one.ranking()[:top]] for one in run.results}
+    if compares and not contexts:
+        # Other targets are a background for those that are scored on them.
+        sequences = {one.sequence for own in best.values() for one in own}
+        best = {one.target.id: [c for c in one.candidates if c.sequence in sequences] for one in run.results}
+    chosen = [replace(one, target=name) for name, own in best.items() for one in own]
     again = score_more([one.target for one in run.results], chosen, ["full"])
+    if compares:
+        compare(again, "decoys" if contexts else "targets", score_in(contexts, again, score_elsewhere) or None)
     run.failed += again.failed
     by_target = {one.target.id: one for one in again.results}
     for number, one in enumerate(run.results):

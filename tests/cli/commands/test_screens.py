@@ -77,29 +77,31 @@ def test_without_a_background_the_table_has_no_such_columns(esm_shared, targets,
     assert "specificity" not in rows_of(out)[0]
 
 
-@pytest.mark.parametrize("sort_by", ["likelihood", "specificity"])
-def test_the_best_are_scored_again(esm_shared, turbo, targets, candidates, tmp_path, sort_by):
+@pytest.mark.parametrize(
+    ("sort_by", "background"), [("likelihood", "targets"), ("specificity", "targets"), ("specificity", "alone")]
+)
+def test_the_best_are_scored_again(esm_shared, turbo, targets, candidates, tmp_path, sort_by, background):
     out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
-    options = ["--rescore", 2, "--out", out, "--json", found, "--sort-by", sort_by]
+    options = ["--rescore", 2, "--out", out, "--json", found, "--sort-by", sort_by, "--background", background]
     code, printed, _ = esm_shared("score", targets, candidates, *options)
     assert code == 0 and "by full" in printed
-    exact = turbo.score(TARGETS["one"], list(CANDIDATES.values()), arm="full")
+    [exact, *_] = turbo.score_pairs(
+        list(TARGETS.values()), list(CANDIDATES.values()), arm="full", background=background
+    ).scores
     values = {one.candidate: one.pseudo_perplexity for one in exact.scores}
-    means = {one.candidate: one.mean_log_probability for one in exact.scores}
-    [others, *_] = turbo.score_pairs(list(TARGETS.values()), list(CANDIDATES.values())).scores
-    background = {one.candidate: one.background.mean for one in others.scores}
+    specificities = {one.candidate: one.specificity for one in exact.scores}
     rows = rows_of(out)[:4]
     assert [bool(row["full_rank"]) for row in rows] == [True, True, False, False]
     assert sorted(row["full_rank"] for row in rows[:2]) == ["1", "2"]
     for row in rows[:2]:
         assert float(row["full_pseudo_perplexity"]) == pytest.approx(values[row["sequence"]], rel=1e-5)
-        specificity = means[row["sequence"]] - background[row["sequence"]]
-        assert float(row["full_specificity"]) == pytest.approx(specificity, abs=1e-3)
+        if sort_by == "specificity":
+            assert float(row["full_specificity"]) == pytest.approx(specificities[row["sequence"]], abs=1e-4)
         assert row["full_specificity_z"] == ""
     again = json.loads(found.read_text())["results"][0]["rescored"]
     assert [one["rank"] for one in again] == [1, 2] and {one["full_rank"] for one in again} == {1, 2}
     columns = ("sequence", "full_rank", "full_specificity")
-    assert [tuple(str(one[name]) for name in columns) for one in again] == [
+    assert [tuple("" if one[name] is None else str(one[name]) for name in columns) for one in again] == [
         tuple(row[name] for name in columns) for row in rows[:2]
     ]
     by = "full_pseudo_perplexity" if sort_by == "likelihood" else "full_specificity"
