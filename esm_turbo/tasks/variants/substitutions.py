@@ -7,6 +7,7 @@ Insertions and deletions are in HGVS's notation, with names of residues of one l
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from itertools import islice
 from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_RESIDUES
 
 _POSITION_DIGITS = 18
+_READABLE_DIGITS = sys.int_info.default_max_str_digits
 # Of variants, by which a numbering is looked for.
 _MOST_RESIDUES = 200
 _CHANGE = re.compile(
-    r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins([A-Z]+))", re.IGNORECASE | re.ASCII
+    # Of inserted residues in mixed case, some are in names that are not known.
+    r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins((?-i:[A-Z]+|[a-z]+)))",
+    re.IGNORECASE | re.ASCII,
 )
 # A residue deleted and another one inserted in its place, which is a substitution.
 _SWAP = re.compile(r"^([A-Z]-?[0-9]+)delins([A-Z])$", re.IGNORECASE | re.ASCII)
@@ -241,8 +245,11 @@ def _matched(variant: str) -> list[tuple[str, re.Match[str]]]:
     for part in split_variant(variant):
         match = _CHANGE.fullmatch(part)
         if match is None:
-            stops = re.search(r"Ter|\*|fs|ext", part) is not None
-            why = f"{part} changes where the protein ends, which has no score" if stops else _HOW
+            why = _HOW
+            if re.search(r"Ter|\*|fs|ext", part):
+                why = f"{part} changes where the protein ends, which has no score"
+            elif _CHANGE.fullmatch(_NAME.sub("X", part)):
+                why = f"{_NAME.findall(part)[0]} names no residue"
             raise ValueError(f"{variant!r} is not a variant: {why}")
         if match[3] is not None and len(match[5]) == 1:
             raise ValueError(f"{variant!r}: {part} puts one residue in place of several; write delins{match[5]}")
@@ -252,7 +259,7 @@ def _matched(variant: str) -> list[tuple[str, re.Match[str]]]:
 
 def _residue_at(variant: str, letter: str, position: str, wild_type: str, first_position: int) -> tuple[str, int]:
     """The residue that a variant names, and its index."""
-    index = int(position) - first_position
+    index = int(position) - first_position if len(position) <= _READABLE_DIGITS else -1
     if not 0 <= index < len(wild_type):
         numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
         raise MisnumberedError(f"{variant!r}: position {position} lies outside the protein, {numbers}")

@@ -81,6 +81,16 @@ def test_notations_of_substitutions_insertions_and_deletions(variant: str, resid
         ("K2_T9del", "position 9 lies outside the protein, 1 to 8"),
         ("K2_A3del", "residue 3 is T"),
         ("K2_T3ins", "is not a variant"),
+        ("p.Lys2delinsTer", "K2delinsTer changes where the protein ends, which has no score"),
+        ("p.(Lys2_Thr3delinsLeuTer)", "K2_T3delinsLTer changes where the protein ends"),
+        ("p.Lys2_Thr3insTer", "K2_T3insTer changes where the protein ends"),
+        ("p.Lys2delinsTrpfs", "K2delinsWfs changes where the protein ends"),
+        ("p.Lys2_Thr3insGlnext", "K2_T3insQext changes where the protein ends"),
+        ("p.Lys2_Thr3insAlaMse", "is not a variant: Mse names no residue"),
+        ("p.Lys2_Thr3insStpAla", "is not a variant: Stp names no residue"),
+        ("p.Lys2delinsPyr", "is not a variant: Pyr names no residue"),
+        ("p.Lys2Xle", "is not a variant: Xle names no residue"),
+        ("p.Lyz2Ala", "is not a variant: Lyz names no residue"),
     ],
 )
 def test_invalid_insertions_and_deletions(variant: str, message: str) -> None:
@@ -128,6 +138,8 @@ def test_the_order_of_all_substitutions() -> None:
         ("M1x", "'M1x': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got X"),
         ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
         (f"M{10**30}A", f"'M{10**30}A': position {10**30} lies outside the protein"),
+        # Of more digits than Python reads.
+        (f"M{'9' * 5000}A", f"'M{'9' * 5000}A': position {'9' * 5000} lies outside the protein"),
         # Letters that only fold to residues.
         ("M1\u017f", "'M1\u017f' is not a variant"),
         ("\u212a1A", "'\u212a1A' is not a variant"),
