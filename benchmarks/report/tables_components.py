@@ -1,4 +1,4 @@
-"""Tables of stored errors, planted outliers and motifs, and of what a calibration costs, from stored records."""
+"""Tables of stored errors, planted outliers, folds and motifs, and of what a calibration costs, from stored records."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ def peer_outliers() -> str:
     return table(head, rows) + size + source(records[0], "peer_outliers", others=records)
 
 
+def folds() -> str:
+    """KL by fold."""
+    found = _groups()
+    first = next(iter(found.values()))["figures"]["folds"]
+    rows = []
+    for group, members in first.items():
+        if group != "all":
+            number = str(members["domains"]), f"{members['residues']['tokens']:,}"
+            rows.append([group, *number, *(_accuracy(record["figures"]["folds"][group]) for record in found.values())])
+    return table(["fold", "domains", "residues", *(f"`{name}`" for name in found)], rows) + _groups_source()
+
+
 def motifs() -> str:
     """KL inside motifs of active sites."""
     found = _groups()
@@ -83,6 +95,21 @@ def _groups_source() -> str:
 
 def _accuracy(group: dict[str, Any]) -> str:
     return f"{cosine(group['residues'])}, {small(group['residues']['kl_mean'])}"
+
+
+def calibration_layers() -> str:
+    """Signal to noise of scores by layer and by the number of proteins of a calibration."""
+    found = stored.newest("calibration_layers", lambda figures: figures["calibration_proteins"])
+    ordered = [found[size] for size in sorted(found)]
+    rows = []
+    for preset in ordered[0]["figures"]["snr_db"]:
+        for record in ordered:
+            figures = record["figures"]
+            by_layer = (f"{decibels:.1f}" for decibels in figures["snr_db"][preset]["score"])
+            rows.append([f"`{preset}`, {figures['calibration_proteins']} proteins", *by_layer])
+    layers = (str(1 + layer) for layer in range(len(rows[0]) - 1))
+    said = f"Scores, in dB; {ordered[0]['figures']['proteins']} domains. "
+    return table(["layer", *layers], rows) + said + source(ordered[0], "calibration_layers", others=ordered)
 
 
 def calibration_cost() -> str:
@@ -110,4 +137,7 @@ def calibration_cost() -> str:
     return table(head, rows) + " ".join(sources) + " `benchmarks/results/cpu.jsonl`, `gpu.jsonl`.\n"
 
 
-TABLES = {function.__name__: function for function in (stored_errors, peer_outliers, motifs, calibration_cost)}
+TABLES = {
+    function.__name__: function
+    for function in (stored_errors, peer_outliers, folds, motifs, calibration_layers, calibration_cost)
+}
