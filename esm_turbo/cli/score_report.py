@@ -33,8 +33,8 @@ _HOW_EXACTLY = f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly
 _BUT_THE_BEST = f"{_APPROXIMATE}, except those by full"
 # By the unit in which specificity ranks.
 _SPECIFICITIES = {
-    "s.d.": "specificity, in standard deviations of the background",
-    "nats": "specificity, in nats per residue",
+    "s.d.": "specificity, in standard deviations of",
+    "nats": "specificity, nats per residue against",
 }
 # Headers of tables that fit into 120 columns have several lines.
 _PERPLEXITY = "pseudo-\nperplexity"
@@ -91,15 +91,17 @@ def _binders_table(target: str, found: Binders, top: int) -> Table:
         rows,
         left=(0, 1),
         spare=_spare(columns, found.sort_by),
-        caption=_caption(len(found.binders) - len(shown), found.sort_by, unit),
+        caption=_caption(len(found.binders) - len(shown), found.sort_by, found.scores),
     )
 
 
-def _caption(rest: int, sort_by: SortBy, unit: str | None) -> str | None:
-    """How many candidates a table leaves out, and what ranks them if that could be specificity in this unit."""
-    by = _SPECIFICITIES[unit] if unit and sort_by == "specificity" else "pseudo-perplexity"
-    parts = [f"and {rest:,} more"] * bool(rest) + [f"ranked by {by}"] * bool(unit)
-    return "; ".join(parts) or None
+def _caption(rest: int, sort_by: SortBy, scores: Scores) -> str | None:
+    """How many candidates a table leaves out, and with a background what that is, and what ranks them."""
+    unit, _ = scores.specificities()
+    # Within 80 columns.
+    by = _SPECIFICITIES[unit] if unit and sort_by == "specificity" else "pseudo-perplexity; specificity against"
+    compared = [f"ranked by {by} {scores.compared_with}"] if unit else []
+    return "; ".join([f"and {rest:,} more"] * bool(rest) + compared) or None
 
 
 def variants_report(run: VariantsRun, top: int | None) -> list[object]:
@@ -199,7 +201,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         left=(0, 1, 2),
         cut=(2,),
         spare=_spare(columns, result.sort_by),
-        caption=_caption(rest, result.sort_by, unit),
+        caption=_caption(rest, result.sort_by, reference),
     )
 
 
@@ -239,7 +241,8 @@ def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str
 def _targets_summary(results: Sequence[TargetResult]) -> Table:
     """One row per target, with its best candidate; sizes are left out beside exact values, which need the width."""
     rows = []
-    unit, _ = results[0].scores[results[0].reference].specificities()
+    first = results[0].scores[results[0].reference]
+    unit, _ = first.specificities()
     exact = [_rescored(result.scores[result.reference], result.sort_by) for result in results[:_ROWS]]
     titles = next((own for own, _ in exact if own), [])
     sizes = [] if titles else ["residues", "candidates"]
@@ -264,7 +267,7 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         left=(0, len(sizes) + 1, len(sizes) + 2),
         cut=(len(sizes) + 2,),
         spare=_spare(columns, results[0].sort_by),
-        caption=_rest(len(results)) or _caption(0, results[0].sort_by, unit),
+        caption=_rest(len(results)) or _caption(0, results[0].sort_by, first),
     )
 
 

@@ -32,7 +32,7 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     if result.sort_by == "specificity":
         unit, found = scores.specificities()
         values = np.array(found, dtype=np.float64)
-        label = f"specificity ({UNIT_NAMES[unit or 'nats']}, higher is better)"
+        label = f"specificity against {scores.compared_with} ({UNIT_NAMES[unit or 'nats']}, higher is better)"
         bars, bar_label = values, label
     else:
         values, label = np.array([one.mean_log_probability for one in scores.scores]), _LIKELIHOOD
@@ -82,7 +82,7 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
         list(shown.targets),
         [_column_label(name, one) for name, one in zip(shown.candidates, own, strict=True)],
         shown.label,
-        "",
+        "candidate",
         "target",
         centred=specific,
         names=[[f"{_with_residues(one)} on {row}, {shown.label}" for one in own] for row in shown.targets],

@@ -100,14 +100,15 @@ def test_a_heat_map_shows_what_ranks_by_names_or_residues(ranking, named: bool) 
     other = replace(result, target=ProteinRecord("other", "MKT"))
     sheet = matrix_sheet(ScoringRun([result, other]), "")
     [[heat]] = sheet.layout
-    assert heat.label == "specificity (standard deviations)" and heat.centred and sheet.summary
+    assert heat.x_label == "candidate" and heat.label == "specificity against 9 other targets (standard deviations)"
+    assert heat.centred and sheet.summary
     shown = {one.label: one for one in candidates}
     assert set(heat.columns) == {one.id if named else one.sequence for one in candidates}
     best = heat.columns[int(heat.values[0].argmax())]
     assert shown[best] == candidates[result.ranking()[0]]
     name = f"{shown[best].id} {shown[best].sequence}" if named else best
     column = heat.columns.index(best)
-    assert heat.names[1][column] == f"{name} on {heat.rows[1]}, specificity (standard deviations)"
+    assert heat.names[1][column] == f"{name} on {heat.rows[1]}, {heat.label}"
     assert sheet.table.columns[:2] == ["target", "number"] and set(sheet.table.columns[2:]) == set(heat.columns)
     (bars, _), *_ = ranking_sheet(result, "").layout
     assert bars.names[0] == best and bars.hover[0] == name

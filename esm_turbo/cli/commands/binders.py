@@ -117,7 +117,7 @@ def binders(
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
     from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata
-    from esm_turbo.tasks.scoring.records import COLUMN_TYPES
+    from esm_turbo.tasks.scoring.records import BACKGROUND_COLUMN, COLUMN_TYPES
 
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
@@ -156,8 +156,13 @@ def binders(
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
     parts = binders_report(found, top)
     if out is not None and found:
-        columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
-        rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]
+        columns = ["target", *next(iter(found.values())).columns(), BACKGROUND_COLUMN, *RUN_COLUMNS]
+        rows_of_all = [
+            [name, *row, against, *used.cells()]
+            for name, one in found.items()
+            for against in [one.scores.compared_with]
+            for row in one.rows()
+        ]
         types = {**COLUMN_TYPES, "mean_log_prob": float, "seed": int}
         settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
         metadata = run_metadata(used, settings | {"background": background, "sort_by": sort_by})

@@ -34,6 +34,7 @@ class ScoreMatrix(Tabular):
         values: float64 [targets, candidates], in `unit`, higher is better; NaN where a candidate was not scored.
         by: `likelihood`, mean log-probability, or `specificity`.
         unit: `nats`, per residue, or `s.d.`, standard deviations of the background.
+        background: of specificity, such as `12 decoys`.
     """
 
     targets: tuple[str, ...]
@@ -41,6 +42,7 @@ class ScoreMatrix(Tabular):
     values: npt.NDArray[np.float64]
     by: SortBy
     unit: str = "nats"
+    background: str | None = None
 
     @classmethod
     def of(
@@ -64,8 +66,9 @@ class ScoreMatrix(Tabular):
         every = [one for _, own in scores for one in own.scores]
         if number == "specificity":
             unit, found = specificities(every)
+            background = next(own.compared_with for _, own in scores if own.background is not None)
         else:
-            unit, found = "nats", [one.mean_log_probability for one in every]
+            unit, found, background = "nats", [one.mean_log_probability for one in every], None
         columns = {sequence: index for index, sequence in enumerate(dict.fromkeys(one.candidate for one in every))}
         rows = (row for row, (_, own) in enumerate(scores) for _ in own.scores)
         values = np.full((len(scores), len(columns)), np.nan)
@@ -75,15 +78,15 @@ class ScoreMatrix(Tabular):
         labels = [known.get(sequence, sequence) for sequence in columns]
         if len({*labels, *_HEAD}) < len(labels) + len(_HEAD):
             labels = list(columns)
-        return cls(tuple(name for name, _ in scores), tuple(labels), values, number, unit)
+        return cls(tuple(name for name, _ in scores), tuple(labels), values, number, unit, background)
 
     def __repr__(self) -> str:
         return named(self, counted(len(self.targets), "target"), counted(len(self.candidates), "candidate"), by=self.by)
 
     @property
     def label(self) -> str:
-        """What the values are, with the unit."""
-        name = "specificity" if self.by == "specificity" else "mean log p"
+        """What the values are, with the background and the unit."""
+        name = f"specificity against {self.background}" if self.by == "specificity" else "mean log p"
         return f"{name} ({UNIT_NAMES[self.unit]})"
 
     def columns(self) -> list[str]:
@@ -115,6 +118,7 @@ class ScoreMatrix(Tabular):
             values[np.ix_(rows, columns)],
             self.by,
             self.unit,
+            self.background,
         )
 
 

@@ -49,6 +49,9 @@ COLUMN_TYPES: Mapping[str, type[int] | type[float]] = {
 }
 """Columns that hold numbers."""
 
+BACKGROUND_COLUMN = "run_background"
+"""Column of what candidates are compared with."""
+
 # Identifiers of candidates whose file gives none.
 _NUMBERED = re.compile(r"#\d+", re.ASCII)
 # Residues of a candidate that a label shows.
@@ -144,18 +147,20 @@ class TargetResult(RecordResult):
     def columns(self) -> tuple[str, ...]:
         """`COLUMNS`, and those of a background and of candidates that were scored again, if there are any."""
         scores = self.scores[self.reference]
-        return (*COLUMNS, *(SPECIFICITY_COLUMNS * (scores.background is not None)), *scores.rescored_columns())
+        compared = () if scores.background is None else (*SPECIFICITY_COLUMNS, BACKGROUND_COLUMN)
+        return (*COLUMNS, *compared, *scores.rescored_columns())
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `columns`, best candidate first, one row per arm; None where a candidate has no such figure."""
         ranks = {arm: {index: rank for rank, index in enumerate(self.ranking(arm), 1)} for arm in self.scores}
         exact = self.scores[self.reference].rescored_cells(self.sort_by)
+        background = self.scores[self.reference].compared_with
         for index in self.ranking():
             candidate = self.candidates[index]
             for arm, scores in self.scores.items():
                 one = scores.scores[index]
                 figures = (ranks[arm][index], one.pseudo_log_likelihood, one.pseudo_perplexity)
-                compared = () if scores.background is None else (one.specificity, one.specificity_z)
+                compared = () if scores.background is None else (one.specificity, one.specificity_z, background)
                 yield self.target.id, candidate.id, candidate.sequence, arm, *figures, *compared, *exact[index]
 
     def given(self) -> Iterator[Mapping[str, str]]:
@@ -211,7 +216,7 @@ class ScoringRun(RecordRun[TargetResult]):
 
     noun, result_class = "target", TargetResult
     no_columns = COLUMNS
-    replaced = ("id", _ALIAS)
+    replaced = ("id", _ALIAS, BACKGROUND_COLUMN)
     types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:

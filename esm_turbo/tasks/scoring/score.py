@@ -216,6 +216,14 @@ class Scores(ItemScores):
         """Their unit, and the specificity of each: `s.d.` if all that have one have it in them, or `nats`."""
         return (None, [None] * len(self.scores)) if self.background is None else specificities(self.scores)
 
+    @property
+    def compared_with(self) -> str | None:
+        """What the background is, such as `12 decoys`; None without one."""
+        if self.background in (None, "alone"):
+            return self.background and "no target"
+        most = max((one.background.contexts for one in self.scores if one.background is not None), default=0)
+        return counted(most, "other target" if self.background == "targets" else "decoy")
+
     def by_candidate(self) -> dict[str, float]:
         """Mean log-probability by candidate; of equal ones, which may differ by rounding, the highest."""
         return highest((one.candidate, one.mean_log_probability) for one in self.scores)

@@ -47,11 +47,14 @@ def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, 
     by_spreads = esm_shared("binders", targets, *options, "decoys", "--sort-by", "specificity").out
     header = next(line for line in by_spreads.splitlines() if line.startswith("┃ rank"))
     assert [cell.strip() for cell in header.split("┃")[1:5]] == ["rank", "binder", "perplexity", "s.d."]
-    assert "more; ranked by specificity, in standard deviations of the background\n" in by_spreads
-    assert "more; ranked by specificity, in nats per residue\n" in (
+    assert "more; ranked by specificity, in standard deviations of 12 decoys\n" in by_spreads
+    assert "more; ranked by specificity, nats per residue against no target\n" in (
         esm_shared("binders", targets, *options, "alone", "--sort-by", "specificity").out
     )
-    assert "more; ranked by pseudo-perplexity\n" in esm_shared("binders", targets, *options, "alone").out
+    assert (
+        "more; ranked by pseudo-perplexity; specificity against no target\n"
+        in esm_shared("binders", targets, *options, "alone").out
+    )
     plain = esm_shared("binders", targets, "--length", 25, "--num-return-sequences", 2)
     assert "┃ perplexity ┃" in plain.out and "ranked" not in plain.out
 

@@ -43,6 +43,7 @@ def test_candidates_are_compared_with_the_other_targets(esm_shared, turbo, targe
         assert shown == sorted(shown, reverse=True)
         # Three targets are too few for standard deviations.
         assert {row["specificity_z"] for row in own} == {""}
+        assert {row["run_background"] for row in own} == {"2 other targets"}
 
 
 def test_a_matrix_is_written_and_decoys_say_what_they_cost(esm_shared, targets, candidates, write, tmp_path):

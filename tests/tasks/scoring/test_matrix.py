@@ -60,7 +60,11 @@ def test_the_number_that_ranks_is_in_the_cells_with_its_unit(contexts: tuple[int
     assert matrix.unit == unit
     assert matrix.values.tolist() == ([[1.0, 3.0]] * 2 if unit == "s.d." else [[2.0, 1.5]] * 2)
     name = "standard deviations" if unit == "s.d." else "nats per residue"
-    assert {row[1] for row in matrix.rows()} == {matrix.label} == {f"specificity ({name})"}
+    assert (
+        {row[1] for row in matrix.rows()}
+        == {matrix.label}
+        == {f"specificity against {max(contexts)} other targets ({name})"}
+    )
     assert matrix.clustered().unit == unit
     if len(set(contexts)) == 1:
         best = [own.ranking("specificity")[0] for _, own in pairs]
