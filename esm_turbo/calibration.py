@@ -116,7 +116,7 @@ class Calibration:
         Args:
             presets: those to fit.
             device: where samples are quantised, which takes most of the time; None, and one without float64, is the
-                CPU. Results differ by the rounding of sums in float64.
+                CPU, as is one without the memory. Results differ by the rounding of sums in float64.
         """
         on_cuda = device is not None and device.type == "cuda"
         statistics = replace(self.statistics, device=str(device)) if on_cuda else self.statistics
@@ -127,7 +127,10 @@ class Calibration:
         for cls, configs in missing.items():
             # The factorisations are too small for threads to help.
             with threadpool_limits(1, user_api="blas"):
-                states = cls.fit_all(configs, statistics)
+                try:
+                    states = cls.fit_all(configs, statistics)
+                except torch.OutOfMemoryError:
+                    states = cls.fit_all(configs, self.statistics)
             for config, state in zip(configs, states, strict=True):
                 self._codecs[config] = cls(config, self.geometry, state)
         return self

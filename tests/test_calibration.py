@@ -143,6 +143,24 @@ def test_codecs_fitted_before_saving_are_saved(calibration, tmp_path, config, mo
     assert_same_states(loaded.codec(config).state, expected.state)
 
 
+def test_a_fit_for_which_a_device_lacks_memory_runs_on_the_cpu(calibration, monkeypatch):
+    mine = Calibration(calibration.statistics, calibration.fingerprint, {})
+    cls = type(mine.codec("turbo3"))
+    expected, whole, devices = mine.codec("turbo2"), cls.fit_all, []
+
+    def without_memory(configs, statistics):
+        devices.append(statistics.device)
+        if statistics.device == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(configs, statistics)
+
+    monkeypatch.setattr(cls, "fit_all", without_memory)
+    again = Calibration(calibration.statistics, calibration.fingerprint, {})
+    again.fit(["turbo2"], device=torch.device("cuda"))
+    assert devices == ["cuda", "cpu"]
+    assert_same_states(again.codec("turbo2").state, expected.state)
+
+
 def test_saving_what_was_loaded_changes_nothing(file, tmp_path):
     Calibration.load(file).save(tmp_path / "again")
     first, second = (read_artifact(path, "calibration", FORMAT_VERSION) for path in (file, tmp_path / "again"))
