@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, save, show
@@ -128,7 +129,7 @@ def binders(
             if compared == "targets":
                 others = [one.sequence for one in good if one.sequence != record.sequence]
             try:
-                found[record.id] = turbo.generate_binders(
+                made = turbo.generate_binders(
                     record.sequence,
                     length,
                     template=template,
@@ -150,6 +151,8 @@ def binders(
                     store=contexts,
                     progress=part_of(progress, name=f"target {number} of {len(good)}, " if len(good) > 1 else ""),
                 )
+                # Other targets, and no target, were given by their residues, as decoys are.
+                found[record.id] = replace(made, scores=replace(made.scores, background=compared))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -38,6 +38,7 @@ def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_pat
     own = [row for row in csv.DictReader(out.open()) if row["target"] == "one"]
     assert [row["binder"] for row in own] == [one.sequence for one in expected.binders]
     assert [float(row["specificity"]) for row in own] == [one.score.specificity for one in expected.binders]
+    assert {row["run_background"] for row in own} == {"1 other target"}
 
 
 def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, monkeypatch):
