@@ -10,7 +10,6 @@ from itertools import chain
 import torch
 
 from benchmarks.accuracy import (
-    allocation,
     calibration_sets,
     components,
     fp8,
@@ -18,7 +17,6 @@ from benchmarks.accuracy import (
     homologs,
     long_proteins,
     presets,
-    refreshing,
     screening,
     sizes,
     specificity,
@@ -273,16 +271,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
-    ),
-    "refreshing": Experiment(
-        "where to refresh a context beside new residues, and corrections fitted in its place, by cost",
-        "refreshing",
-        lambda limit: refreshing.cases(max_proteins=limit),
-    ),
-    "allocation": Experiment(
-        "bytes of the turbo codec where a layer or a head needs them most, against the same in all",
-        "allocation",
-        lambda limit: allocation.cases(max_proteins=limit),
     ),
     "calibration_size": Experiment(
         "accuracy by the number of proteins of a calibration",
