@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -107,6 +108,14 @@ def read_background(name: str, letters: SequenceOptions, targets: int) -> tuple[
     good, bad = read_proteins(path, letters)
     list_bad(path, bad)
     return "decoys", good
+
+
+def background_setting(name: str, decoys: Sequence[ProteinRecord]) -> str | dict[str, str]:
+    """What files and shards say of a background: its name; of a file of decoys also the SHA-256 of their residues."""
+    if name in get_args(Background):
+        return name
+    residues = "\n".join(one.sequence for one in decoys)
+    return {"file": Path(name).name, "sha256": hashlib.sha256(residues.encode()).hexdigest()}
 
 
 def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: list[BadRecord]) -> list[ProteinRecord]:

@@ -160,6 +160,15 @@ def test_what_does_not_belong_together_is_refused_by_name(run: Run, capsys: pyte
     assert problems(("--shard", "3/3")) == ["shard 3/3 is of another content of c.csv as shard 1/3"]
 
 
+def test_shards_of_another_background_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    some, every = ([*COMMANDS["scores.csv"], "--background", name] for name in ("decoys", "all-decoys"))
+    assert run(*some, "--shard", "1/2") == 0
+    assert run(*every, "--shard", "1/2") == 2
+    assert "shard 1/2 was made with background decoys, not all-decoys" in capsys.readouterr().err
+    assert run(*every, "--shard", "2/2") == 0
+    assert shards_state("scores.csv").problems == ["shard 2/2 is of background all-decoys, not decoys as shard 1/2"]
+
+
 def test_models_and_damage_are_named(run: Run) -> None:
     command = COMMANDS["folder"]
     for number in (1, 2):

@@ -8,6 +8,7 @@ from typing import Annotated
 from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import (
     announce,
+    background_setting,
     check_minimum,
     list_bad,
     load_model,
@@ -158,6 +159,7 @@ def binders(
                     raise
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
     parts = binders_report(found, top)
+    compared_with = {"background": background_setting(background, decoys)}
     if out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), BACKGROUND_COLUMN, *RUN_COLUMNS]
         rows_of_all = [
@@ -168,7 +170,7 @@ def binders(
         ]
         types = {**COLUMN_TYPES, "mean_log_prob": float, "seed": int}
         settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
-        metadata = run_metadata(used, settings | {"background": background, "sort_by": sort_by})
+        metadata = run_metadata(used, settings | compared_with | {"sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
     if plot is not None:
         from esm_turbo.pictures.sheets import binder_sheet
@@ -178,5 +180,9 @@ def binders(
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     written = sum(len(one.binders) for one in found.values())
     parts += outcome(written, "peptide", out, bad)
-    show(*parts, to_json=json, result={"run": used.to_dict(), "results": results, "failed": failures(bad)})
+    show(
+        *parts,
+        to_json=json,
+        result={"run": used.to_dict() | compared_with, "results": results, "failed": failures(bad)},
+    )
     return 1 if bad else 0

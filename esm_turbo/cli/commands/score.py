@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from esm_turbo.cli.console import save, say
 from esm_turbo.cli.inputs import (
     announce,
+    background_setting,
     check_usable,
     named_arms,
     read_background,
@@ -143,7 +144,7 @@ def score(
         "unknown_residues": screen.unknown_residues,
     }
     chosen = {
-        "background": background,
+        "background": background_setting(screen.background, contexts),
         "sort_by": screen.sort_by,
         "pairs": screen.pairs,
     }
@@ -179,7 +180,8 @@ def score(
         save(partial(run.matrix().write, metadata=run_metadata(used, settings | chosen)), matrix)
         say(f"matrix written to {matrix}")
     bad = [(targets, bad_targets), (candidates, bad_candidates)]
-    return conclude(run, used, sharding, bad, score_report(run, top), "score", plot=plot, json=json)
+    more = {"background": chosen["background"]}
+    return conclude(run, used, sharding, bad, score_report(run, top), "score", plot=plot, json=json, more=more)
 
 
 def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownResidues) -> None:

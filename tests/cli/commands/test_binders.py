@@ -31,7 +31,9 @@ def test_peptides_of_every_target_equal_those_in_python(esm_shared, turbo, write
 def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_path):
     targets, out = write("targets.fasta", f">one\n{TARGET}\n>two\nGSWKDLAE\n"), tmp_path / "binders.csv"
     options = ["--template", "GX[KR]P", "--background", "targets", "--sort-by", "specificity", "--out", out]
-    assert esm_shared("binders", targets, *options, "--num-return-sequences", 6).code == 0
+    found = tmp_path / "found.json"
+    assert esm_shared("binders", targets, *options, "--num-return-sequences", 6, "--json", found).code == 0
+    assert json.loads(found.read_text())["run"]["background"] == "targets"
     expected = turbo.generate_binders(
         TARGET, template="GX[KR]P", num_return_sequences=6, background=["GSWKDLAE"], sort_by="specificity"
     )

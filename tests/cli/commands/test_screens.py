@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 
 import pytest
@@ -63,9 +64,12 @@ def test_a_matrix_is_written_and_decoys_say_what_they_cost(esm_shared, targets, 
 def test_one_target_is_compared_with_no_target_or_decoys(esm_shared, turbo, candidates, write, tmp_path, background):
     target = write("target.fasta", f">one\n{TARGETS['one']}\n")
     decoys = write("decoys.fasta", f">x\n{TARGETS['two']}\n>y\n{TARGETS['three']}\n")
-    out = tmp_path / "scores.csv"
+    out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
     given = decoys if background == "decoys.fasta" else background
-    assert esm_shared("score", target, candidates, "--background", given, "--out", out).code == 0
+    assert esm_shared("score", target, candidates, "--background", given, "--out", out, "--json", found).code == 0
+    residues = f"{TARGETS['two']}\n{TARGETS['three']}".encode()
+    stated = {"file": "decoys.fasta", "sha256": hashlib.sha256(residues).hexdigest()}
+    assert json.loads(found.read_text())["run"]["background"] == (background if background == "alone" else stated)
     kind = "alone" if background == "alone" else [TARGETS["two"], TARGETS["three"]]
     expected = turbo.score(TARGETS["one"], list(CANDIDATES.values()), background=kind)
     values = {one.candidate: one.specificity for one in expected.scores}
