@@ -46,7 +46,7 @@ def store_read() -> str:
         places = ("prefill", "disk", "host memory", "device memory")
         rows.append(
             [
-                record["model"],
+                f"{record['model']}, {figures['shape']['dtype']}",
                 _device(record),
                 str(figures["shape"]["residues"]),
                 f"{figures['bytes']['cache'] / 2**20:.2f}",
@@ -133,6 +133,4 @@ def _sources(by_file: dict[str, Record]) -> str:
     for file, record in by_file.items():
         processor = record["figures"]["shape"].get("device_name", record["environment"]["processor"])
         text += f"Measured on {processor}, {made_by(record)}; `benchmarks/results/{file}.jsonl`. "
-    return text + (
-        "esm2-mini ran in float32; the other rows have random weights in the geometry of the published checkpoints.\n"
-    )
+    return text + "Random weights are in the geometry of the published checkpoints.\n"

@@ -38,7 +38,7 @@ def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys()))
 def test_every_table_names_commit_model_and_versions(name):
     text = tables.TABLES[name]()
-    model = "e1-mini" if name in ("homologs", "frozen_queries") else "esm2-mini"
+    model = {"homologs": "e1-mini", "frozen_queries": "e1-mini", "identity_cost": "650M"}.get(name, "esm2-mini")
     measured = (model, "commit", "torch", "transformers", "float32")
     # Sizes follow from a geometry alone.
     words = ("no weights are needed", "memory.jsonl`") if name == "memory_by_geometry" else measured
