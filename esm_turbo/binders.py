@@ -110,6 +110,15 @@ class Binders(Tabular):
     def _more(self, columns: Sequence[object]) -> list[Any]:
         return [] if self.background is None else list(columns)
 
+    def fasta(self, name: str) -> str:
+        """FASTA entries named by the target and the rank, whose headers give the number that ranks."""
+        number, values = "pseudo_perplexity", list[float | None](self.scores.pseudo_perplexities)
+        if self.sort_by == "specificity":
+            unit, values = self.scores.specificities()
+            number = "specificity_z" if unit == "s.d." else "specificity"
+        ranked = enumerate(zip(self.binders, values, strict=True), start=1)
+        return "".join(f">{name}_{rank} {number}={value}\n{one.sequence}\n" for rank, (one, value) in ranked)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         binders = [dict(zip(self.columns(), row, strict=True)) for row in self.rows()]

@@ -32,6 +32,7 @@ InputFile = Annotated[Path, READS]
 OptionalInput = Annotated[Path | None, READS]
 TableFile = Annotated[Path | None, Writes("text", TABLES)]
 SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
+TableOrSequenceFile = Annotated[Path | None, Writes("text", (*TABLES, *SEQUENCES))]
 
 PictureFile = Annotated[
     Path | None,

@@ -247,7 +247,9 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
     titles = next((own for own, _ in exact if own), [])
     sizes = [] if titles else ["residues", "candidates"]
     for result, (_, again) in zip(results, exact, strict=False):
-        best = result.ranking()[0]
+        # By the arm full, if that has ranked some again.
+        ranks = result.scores[result.reference].rescored_cells(result.sort_by)
+        best = next((index for index, own in enumerate(ranks) if own and own[-1] == 1), result.ranking()[0])
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
         _, specificities = result.scores[result.reference].specificities()

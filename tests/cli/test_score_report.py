@@ -95,8 +95,10 @@ def test_a_summary_shows_the_exact_value_of_the_best_and_how_far_it_moved(turbo:
     assert [cell.strip() for cell in header.split("┃")[-3:-1]] == ["full", "by full"]
     assert row(lines, "t0")[-2:] == ["", ""]
     for result in run.results[1:]:
-        exact = result.rescored[result.ranking()[0]].pseudo_perplexity
-        assert row(lines, result.target.id)[-2:] == [f"{exact:.3f}", "2 (-1)"]
+        first = result.ranking()[1]
+        exact = result.rescored[first].pseudo_perplexity
+        assert row(lines, result.target.id)[1] == result.candidates[first].id
+        assert row(lines, result.target.id)[-2:] == [f"{exact:.3f}", "1 (+1)"]
     assert any(line.startswith("--top 10 shows ten candidates of each target") for line in lines)
     assert lines[-1] == "compare ranks: single values are approximate, except those by full"
 

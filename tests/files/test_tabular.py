@@ -100,7 +100,7 @@ def test_variants(turbo: TurboEsm) -> None:
     assert frame[["mutant", "position", "wild_type_residue", "mutant_residue"]].values.tolist() == [
         ["M24A", 24, "M", "A"],
         ["K25R", 25, "K", "R"],
-        ["M24C:T26S", "24:26", "M:T", "C:S"],
+        ["M24C:T26S", "24;26", "M:T", "C:S"],
     ]
     assert frame["score"].tolist() == found.values
     # Positions are numbers where they can be.

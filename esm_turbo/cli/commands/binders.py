@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.console import progress_bar, save, save_text, show
 from esm_turbo.cli.inputs import (
     announce,
     background_setting,
@@ -29,12 +29,13 @@ from esm_turbo.cli.options import (
     PictureFile,
     SequenceOptions,
     StoreFolder,
-    TableFile,
+    TableOrSequenceFile,
 )
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import binders_report
 from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.files.suffixes import SEQUENCES
 from esm_turbo.files.tables import write_table
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import Arm, SortBy
@@ -63,7 +64,7 @@ def binders(
     rescore: int | None = None,
     top: int = 10,
     toks_per_batch: AutoBatchTokens = None,
-    out: TableFile = None,
+    out: TableOrSequenceFile = None,
     json: JsonFile = None,
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
@@ -99,7 +100,8 @@ def binders(
         rescore: Number of peptides per target, the best, that are scored again exactly, by the arm full; where
             specificity ranks, in each protein of their background, too.
         top: Number of peptides to print per target.
-        out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
+        out: CSV, TSV or Parquet file, by its suffix, to write all peptides to; or FASTA file, of their ranks and the
+            number that ranks.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, length=length, num_return_sequences=num_return_sequences, top_k=top_k)
@@ -160,7 +162,9 @@ def binders(
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
     parts = binders_report(found, top)
     compared_with = {"background": background_setting(background, decoys)}
-    if out is not None and found:
+    if out is not None and out.suffix.lower() in SEQUENCES:
+        save_text(out, "".join(one.fasta(name) for name, one in found.items()))
+    elif out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), BACKGROUND_COLUMN, *RUN_COLUMNS]
         rows_of_all = [
             [name, *row, against, *used.cells()]

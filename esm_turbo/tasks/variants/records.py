@@ -120,12 +120,13 @@ class ProteinVariants(RecordResult):
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return ["protein", "mutant", *RESIDUE_COLUMNS, *self.scores]
+        return ["protein", "mutant", *RESIDUE_COLUMNS, *self.scores, "run_method"]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per variant its protein, name, position, residues, and score in every arm."""
+        """Per variant its protein, name, position, residues, score in every arm, and the method of the scores."""
+        method = self.scores[self.reference].method
         for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True):
-            yield self.wild_type.id, variant.variant, *parts_of(variant.variant), *scores
+            yield self.wild_type.id, variant.variant, *parts_of(variant.variant), *scores, method
 
     def given(self) -> Iterator[Mapping[str, str]]:
         """Columns of the table of each variant."""
@@ -170,7 +171,7 @@ class VariantsRun(RecordRun[ProteinVariants]):
 
     noun, result_class = "protein", ProteinVariants
     no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
-    # Positions are text, as several substitutions have several: `24:26`.
+    # Positions are text, as several substitutions have several: `24;26`.
     types = dict.fromkeys(ARMS, float)
 
 

@@ -185,9 +185,9 @@ def _substitutions(variant: str, wild_type: str, first_position: int) -> list[Su
     for part, match in _matched(variant):
         if len(match[5]) > 1:
             raise ValueError(
-                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it, and all that it"
-                " is compared with, by pseudo-perplexity (--method pseudo_perplexity, in Python"
-                " method='pseudo_perplexity'): its scores, per residue, do not compare with marginals"
+                f"{variant!r}: {part} has no marginals, which are of substitutions, such as V10G:I11G; score it, and"
+                " all that it is compared with, by pseudo-perplexity (esm-turbo variants --method pseudo_perplexity, in"
+                " Python method='pseudo_perplexity'): its scores, per residue, do not compare with marginals"
             )
         residue, index = _residue_at(variant, match[1], match[2], wild_type, first_position)
         mutant = _checked_mutants(variant, match[5])
@@ -289,12 +289,12 @@ def _parts(match: re.Match[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]
 
 
 def parts_of(variant: str) -> tuple[int | str, str, str]:
-    """Position, residue of the wild type and mutant residue of a valid variant; several are joined as in `24:26`.
+    """Position, residue of the wild type and mutant residue of a valid variant; several are joined: `24;26`, `H:E`.
 
-    Of `K2_G4del`, they are `2_4`, `K_G` and `del`.
+    A spreadsheet would read 24:26 as a time. Of `K2_G4del`, they are `2_4`, `K_G` and `del`.
     """
     parts = [_parts(match) for _, match in _matched(variant)]
-    positions, residues = (":".join("_".join(one[index]) for one in parts) for index in (0, 1))
+    positions, residues = (mark.join("_".join(one[index]) for one in parts) for index, mark in enumerate(";:"))
     return int(positions) if positions.lstrip("-").isdigit() else positions, residues, ":".join(one[2] for one in parts)
 
 

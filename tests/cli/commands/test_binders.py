@@ -41,6 +41,10 @@ def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_pat
     assert [row["binder"] for row in own] == [one.sequence for one in expected.binders]
     assert [float(row["specificity"]) for row in own] == [one.score.specificity for one in expected.binders]
     assert {row["run_background"] for row in own} == {"1 other target"}
+    fasta = out.with_suffix(".fasta")
+    assert esm_shared("binders", targets, *options[:-1], fasta, "--num-return-sequences", 6).code == 0
+    first = expected.binders[0]
+    assert fasta.read_text().startswith(f">one_1 specificity={first.score.specificity}\n{first.sequence}\n>one_2 ")
 
 
 def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, monkeypatch):

@@ -143,7 +143,7 @@ def test_tables_of_clinvar(tmp_path: Path) -> None:
     assert [one.variant for one in good] == names[:1] and good[0].columns["Germline classification"] == "Benign"
     assert [one.reason.partition("; ")[0] for one in bad] == [
         f"{names[1]!r} names no change of the protein, such as (p.Arg175His)",
-        f"{names[2]!r}: K2del has no marginals, as no residue takes another's place",
+        f"{names[2]!r}: K2del has no marginals, which are of substitutions, such as V10G:I11G",
     ]
     good, bad = read_variants(path, [WILD_TYPE], mutant_column="Name", indels=True)
     assert [one.variant for one in good] == [names[0], names[2]] and len(bad) == 1
@@ -294,11 +294,11 @@ def test_the_table_has_a_column_per_arm_and_those_of_the_input(turbo: TurboEsm, 
         run.write(out)
         with out.open() as file:
             rows = list(csv.DictReader(file))
-        own = ["protein", "mutant", "position", "wild_type_residue", "mutant_residue", "turbo", "frozen"]
+        own = ["protein", "mutant", "position", "wild_type_residue", "mutant_residue", "turbo", "frozen", "run_method"]
         assert list(rows[0]) == [*own, "Assay", "fitness"]
         assert [list(row.values())[:5] for row in rows] == [
             ["wt", "m1a", "1", "M", "A"],
-            ["wt", "T3S:K8G", "3:8", "T:K", "S:G"],
+            ["wt", "T3S:K8G", "3;8", "T:K", "S:G"],
         ]
         assert [(row["Assay"], row["fitness"]) for row in rows] == [("x", "1"), ("y", "")]
         for arm in ("turbo", "frozen"):

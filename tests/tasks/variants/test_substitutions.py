@@ -32,10 +32,10 @@ def test_a_variant_of_several_substitutions() -> None:
     ("variant", "parts"),
     [
         ("H24C", (24, "H", "C")),
-        (" h24c: e26K ", ("24:26", "H:E", "C:K")),
+        (" h24c: e26K ", ("24;26", "H:E", "C:K")),
         ("M-03A", (-3, "M", "A")),
         ("p.Lys2_Gly4delinsTrpVal", ("2_4", "K_G", "delinsWV")),
-        ("p.[(Ala3dup);(Ser5=)]", ("3:5", "A:S", "dup:S")),
+        ("p.[(Ala3dup);(Ser5=)]", ("3;5", "A:S", "dup:S")),
     ],
 )
 def test_parts_of_variants(variant: str, parts: tuple[int | str, str, str]) -> None:
@@ -125,7 +125,7 @@ def test_the_order_of_all_substitutions() -> None:
         ("p.Met1[Ala]", "'p.Met1[Ala]' is not a variant"),
         ("M1A,K2R", "'M1A,K2R' is not a variant"),
         ("M1A:", "'M1A:' is not a variant"),
-        ("M1del", "'M1del': M1del has no marginals, as no residue takes another's place"),
+        ("M1del", "'M1del': M1del has no marginals, which are of substitutions, such as V10G:I11G"),
         ("M1_T3A", "'M1_T3A': M1_T3A puts one residue in place of several; write delinsA"),
         ("p.Met1fs", "'p.Met1fs' is not a variant: M1fs changes where the protein ends"),
         ("p.(Met1*)", "'p.(Met1*)' is not a variant: M1* changes where the protein ends"),
