@@ -386,6 +386,9 @@ def test_calls_return_what_one_process_does(tiny: TurboEsm, workers: Workers, sm
         embedded = [tiny.embed(SEQUENCES, (0, -1), ["mean", "per_tok"], toks_per_batch=75, devices=x) for x in given]
         scored = [tiny.score_pairs([*SEQUENCES, "MK1"], peptides, devices=x) for x in given[1:]]
         effects = [tiny.score_many_variants(SEQUENCES, variants, devices=x) for x in given]
+        # However proteins are written, parts of them have the same substitutions.
+        written = [[*SEQUENCES, "MK1"], [*(f"{one[:2].lower()} {one[2:]}\n" for one in SEQUENCES), "mk1"]]
+        every = [tiny.score_many_variants(one, devices=alone) for one in written]
         with pytest.raises(ValueError, match="`place` must be"):
             tiny.score_pairs(SEQUENCES, peptides, place="anywhere", devices=alone)  # type: ignore[arg-type]
     for expected, *others in zip(*embedded, strict=True):
@@ -398,6 +401,8 @@ def test_calls_return_what_one_process_does(tiny: TurboEsm, workers: Workers, sm
     assert list(scored[0].failed) == [len(SEQUENCES)] and "position 3 is '1'" in scored[0].failed[len(SEQUENCES)]
     assert (scored[0].scores, scored[0].failed) == (scored[1].scores, scored[1].failed)
     assert effects[1].scores == effects[2].scores and not effects[1].failed
+    assert every[0].scores == every[1].scores and every[0].failed == every[1].failed
+    assert list(every[0].failed) == [len(SEQUENCES)]
     # Batches are filled across targets, and a piece has fewer of them.
     plain = tiny.score_pairs(SEQUENCES, peptides)
     for expected, found in zip(plain.scores, scored[1].scores[:-1], strict=True):

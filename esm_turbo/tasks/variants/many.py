@@ -143,6 +143,14 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
         return VariantScores.from_dict(values, item.sequence, item.first_position)
 
 
+def _as_read(turbo: ContextModel, sequence: str) -> str:
+    """Residues as the model reads them; an invalid protein as it is, whose rows raise the error."""
+    try:
+        return turbo.codes.decode(turbo.codes.encode(sequence, "the wild type"))
+    except ValueError:
+        return sequence
+
+
 def _position(variant: str) -> str:
     return split_variant(variant)[0][1:-1]
 
@@ -250,7 +258,7 @@ def score_many_variants(
         got = repr(variants) if isinstance(variants, str) else len(lists)
         raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {got}")
     proteins = [
-        WildType(sequence, first_position_of(one), as_list(names, "variant") if names else names)
+        WildType(_as_read(turbo, sequence), first_position_of(one), as_list(names, "variant") if names else names)
         for one, sequence, names in zip(given, sequences, lists, strict=True)
     ]
     arm, _ = resolve_arm(turbo, arm or default_query_arm(turbo), reads_on=False)
