@@ -212,11 +212,17 @@ def encoder_of(model: Any) -> Any:
 
 
 def projections_of(encoder: Any) -> list[tuple[Any, ...]]:
-    """Query, key, value and output projections of every layer of an encoder that caches store."""
+    """Query, key, value and output projections of every layer of an encoder that caches store.
+
+    Raises:
+        ValueError: layers were removed from the encoder, or added.
+    """
     family = family_of(encoder.config.model_type, type(encoder).__name__)
     layers = encoder.get_submodule(family.layers)
     # The library's encoders have layers of one kind.
     kinds = getattr(encoder, "layer_kinds", None) or [None] * len(layers)
+    if len(kinds) != len(layers):
+        raise ValueError(f"the encoder has {len(layers)} layers, but was built with {len(kinds)}; load the model again")
     return [
         tuple(map(layer.get_submodule, family.projections))
         for layer, kind in zip(layers, kinds, strict=True)

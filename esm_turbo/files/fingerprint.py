@@ -136,7 +136,11 @@ def _tensors(model: Any) -> Iterator[Tensor]:
     """The attention matrices of each layer, then all others, each once."""
     linears: list[Any] = [linear for layer in projections_of(model) for linear in layer]
     # PEFT's adapters hold the layer that they adapt.
-    first = [getattr(linear, "base_layer", getattr(linear, "original_module", linear)).weight for linear in linears]
+    linears = [getattr(linear, "base_layer", getattr(linear, "original_module", linear)) for linear in linears]
+    for linear in linears:
+        if not hasattr(linear, "weight"):
+            raise ValueError(f"a projection of the attention is a {type(linear).__name__}, which has no weight")
+    first = [linear.weight for linear in linears]
     yield from first
     known = {tensor.data_ptr() for tensor in first}
     for _, module in modules_inside(model):

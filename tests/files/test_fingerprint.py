@@ -221,6 +221,17 @@ def test_adapters_make_another_model(model, path):
     assert not same_model(base, model_fingerprint(model))
 
 
+def test_what_has_no_fingerprint_is_refused(turbo):
+    encoder = copy.deepcopy(turbo.model.esm)
+    projections = encoder.encoder.layer[0].attention.self
+    projections.query = torch.nn.Sequential(projections.query)
+    with pytest.raises(ValueError, match="a projection of the attention is a Sequential, which has no weight"):
+        model_fingerprint(encoder)
+    del encoder.encoder.layer[0]
+    with pytest.raises(ValueError, match="the encoder has 11 layers, but was built with 12; load the model again"):
+        model_fingerprint(encoder)
+
+
 def test_a_replaced_forward_makes_another_model(model):
     base = model_fingerprint(model)
     dense = model.encoder.layer[0].output.dense
