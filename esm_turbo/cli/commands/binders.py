@@ -162,7 +162,7 @@ def binders(
                 bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
     parts = binders_report(found, top)
     compared_with = {"background": background_setting(background, decoys)}
-    if out is not None and out.suffix.lower() in SEQUENCES:
+    if out is not None and found and out.suffix.lower() in SEQUENCES:
         save_text(out, "".join(one.fasta(name) for name, one in found.items()))
     elif out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), BACKGROUND_COLUMN, *RUN_COLUMNS]
