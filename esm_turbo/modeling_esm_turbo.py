@@ -307,9 +307,13 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
         """Predict contacts as `EsmModel` does, under any attention implementation.
 
         Warns with `UntrainedHeadWarning` if the head was never trained.
+
+        Raises:
+            ValueError: the model's attention was changed, see `Executor.check_attention`.
         """
         if problem := untrained(self, "contact_head"):
             warnings.warn(problem, UntrainedHeadWarning, stacklevel=2)
+        self.executor.check_attention()
         session = _AttentionWeights(attention_mask)
         EsmModel.forward(self, tokens, attention_mask, return_dict=True, kv_session=session)
         attentions = torch.stack(session.weights, dim=1)

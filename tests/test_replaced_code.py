@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import EsmTokenizer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 from transformers.models.esmc import modeling_esmc
 
@@ -111,6 +113,87 @@ def test_a_replaced_attention_has_no_contexts(monkeypatch: Patch, family: str, a
     monkeypatch.setattr(attention, "forward", sine_of(attention.forward))
     with pytest.raises(ValueError, match=f"{attention.__name__}.forward was replaced, and contexts are read"):
         largest_difference(model)
+
+
+def _sharp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function whose queries are longer."""
+    return lambda module, query, *args, **options: function(module, 1.5 * query, *args, **options)
+
+
+def _register(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharp", _sharp(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sharp", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("sharp")
+
+
+def _replace_entry(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _sharp(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+
+
+def _replace_sdpa(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    attend = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional, attend.__name__, lambda query, *args, **options: attend(2 * query, *args, **options)
+    )
+
+
+def _replace_eager(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    for module in (modeling_esm, modeling_esmc):
+        monkeypatch.setattr(module, "eager_attention_forward", _sharp(module.eager_attention_forward))
+    model.set_attn_implementation("eager")
+
+
+def _set_options(key: str, value: float) -> Callable[[Patch, CachedMaskedLM], None]:
+    def change(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                setattr(module, key, value)
+
+    return change
+
+
+ATTENTION = {
+    "registered": _register,
+    "entry": _replace_entry,
+    "sdpa": _replace_sdpa,
+    "eager": _replace_eager,
+    "scaling": _set_options("scaling", 1.5),
+    "causal": _set_options("is_causal", True),
+}
+
+
+@pytest.mark.parametrize("change", ATTENTION)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_changed_attention_has_no_contexts(monkeypatch: Patch, family: str, change: str) -> None:
+    model = MODELS[family]()
+    ids, _ = random_ids([40], masks=0)
+    with torch.no_grad():
+        before = model(ids).logits
+        assert largest_difference(model) < 1e-4
+        ATTENTION[change](monkeypatch, model)
+        assert (model(ids).logits - before).abs().max() > 1e-3
+        with pytest.raises(ValueError, match=r"changes the attention of the model, and contexts are read"):
+            largest_difference(model)
+    # What replaces the model's forward would ignore it, too.
+    assert not model.base_model.executor.runs_known_code()
+    assert model.base_model.executor.plain_addresses() is not None
+
+
+def test_contacts_of_a_changed_attention_are_refused(monkeypatch: Patch) -> None:
+    model = MODELS["ESM-2"]()
+    ids, mask = random_ids([40], masks=0)
+    _set_options("scaling", 1.5)(monkeypatch, model)
+    with pytest.raises(ValueError, match=r"attention.self.scaling changes the attention"):
+        model.base_model.predict_contacts(ids, mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", MODELS)
+def test_the_librarys_attentions_have_contexts(family: str, attention: str) -> None:
+    model = MODELS[family]()
+    model.set_attn_implementation(attention)
+    assert largest_difference(model) < 1e-4
+    assert model.base_model.executor.runs_known_code()
 
 
 def _replace_gelu(monkeypatch: Patch, models: list[nn.Module]) -> None:

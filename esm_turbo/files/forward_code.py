@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ _BUILTINS = (
     functools._lru_cache_wrapper,
 )
 _OWN = "esm_turbo."
+# The attention that modules of the library's models call if no other is registered.
+_EAGER = "eager_attention_forward"
 # These move tensors between devices or record them, and compute nothing.
 _INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
 
@@ -97,6 +99,8 @@ class ForwardCode:
         watched: class or module, name and value of each of those functions.
         classes: whose functions these are.
         foreign: the first of them that is not of a known library, for a message; empty for none.
+        attention: likewise, what makes the attention of the library's models another one than they define: a function
+            of `foreign`, or an option of a module that its class sets otherwise.
         replaces: whether a name of the library's models stands for something else than their file defines, be it of a
             known library; kernels that compute what the file says do not compute that.
     """
@@ -107,24 +111,35 @@ class ForwardCode:
         self.names: list[str] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self.foreign, self.replaces = "", False
-        if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
-            self.foreign = "a global forward hook"
         self._inside = {id(module) for _, module in named}
-        self.classes = classes = dict[type, None]()
-        for name, module in named:
-            self._add_module(name, module)
-            classes |= dict.fromkeys(one for one in type(module).__mro__ if _runs(one))
+        self._known: set[tuple[str, str]] = set()
+        self._called: set[str] = set()
+        self.classes = dict.fromkeys(one for _, module in named for one in type(module).__mro__ if _runs(one))
         # Functions of the modules in which classes are defined, which these call.
-        pending = [function for one in classes for function in self._functions(one)]
-        modules = {one.__module__ for one in classes if not one.__module__.startswith("torch.")}
-        self.names += [f"{name} {_file_digest(name)}" for name in sorted(modules) if ".models." in name]
+        self._modules = {one.__module__ for one in self.classes if not one.__module__.startswith("torch.")}
         if attention is not None and attention in ALL_ATTENTION_FUNCTIONS:
             # Those of the library differ by rounding.
-            attend = ALL_ATTENTION_FUNCTIONS[attention]
-            self._add(_Entries(ALL_ATTENTION_FUNCTIONS), attention, attend, "attention", named=False)
-            pending.append(attend)
-        known: set[tuple[str, str]] = set()
-        called = set(_OPERATORS)
+            attends = [ALL_ATTENTION_FUNCTIONS[attention]]
+            self._add(_Entries(ALL_ATTENTION_FUNCTIONS), attention, attends[0], "attention", named=False)
+        else:
+            places = [vars(sys.modules[name]) for name in self._modules if ".models." in name]
+            attends = [space[_EAGER] for space in places if _EAGER in space]
+            for attend in attends:
+                self._judge(attend, _EAGER)
+        self._follow(attends)
+        attending = [(name, module) for name, module in named if "is_causal" in vars(module)]
+        self.attention = (self.foreign or _changed_option(attending)) if attending else ""
+        if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
+            self._blame("a global forward hook")
+        for name, module in named:
+            self._add_module(name, module)
+        self.names += [f"{name} {_file_digest(name)}" for name in sorted(self._modules) if ".models." in name]
+        self._follow([function for one in self.classes for function in self._functions(one)], _OPERATORS)
+
+    def _follow(self, pending: list[Any], called: Set[str] = frozenset()) -> None:
+        """Add what functions call, and those of PyTorch's that are called by name, `called` among them."""
+        modules, known = self._modules, self._known
+        called = set(called)
         while pending:
             function = pending.pop()
             space = getattr(function, "__globals__", {})
@@ -143,6 +158,8 @@ class ForwardCode:
                 self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=place[0] in modules)
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
                     pending.append(value)
+        called -= self._called
+        self._called |= called
         for library in _TORCH:
             for key in called:
                 value = getattr(library, key, None)
@@ -209,6 +226,20 @@ class ForwardCode:
 
     def _blame(self, what: str) -> None:
         self.foreign = self.foreign or what
+
+
+def _changed_option(named: Sequence[tuple[str, nn.Module]]) -> str:
+    """The first option of attention modules that their class sets otherwise; empty for none."""
+    made: dict[type, nn.Module] = {}
+    for name, module in named:
+        kind = type(module)
+        if _is_of_library(kind) and kind not in made:
+            with torch.device("meta"):
+                made[kind] = kind(module.config, layer_idx=module.layer_idx)
+        for key in ("scaling", "is_causal"):
+            if kind in made and vars(module).get(key) != vars(made[kind]).get(key):
+                return f"{name}.{key}"
+    return ""
 
 
 def _runs(one: type) -> bool:

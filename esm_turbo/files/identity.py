@@ -49,6 +49,7 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "owned",
+    "seen_attention",
     "seen_code",
     "seen_identity",
     "watch",
@@ -284,6 +285,12 @@ def seen_code(model: Any) -> tuple[str, int]:
     return seen.names if seen.is_plain and not active_modes() else "", int(seen.described["options"], 16)
 
 
+def seen_attention(model: Any) -> str:
+    """What changed the attention of the code that `model_identity` last saw, see `ForwardCode`; empty for nothing."""
+    seen: _Seen | None = model.__dict__.get(_KEPT_AS)
+    return "" if seen is None else seen.attention
+
+
 def _look(model: Any) -> _Seen:
     # There before values are counted, so that the first call is not followed by a second look.
     before: _Seen | None = model.__dict__.setdefault(_KEPT_AS, None)
@@ -343,7 +350,8 @@ class _Seen:
         self.sample = self._sample()
         self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
-        self.names, self.is_plain = _digest(sorted(code.names)), not (code.foreign or code.replaces)
+        self.names, self.attention = _digest(sorted(code.names)), code.attention
+        self.is_plain = not (code.foreign or code.replaces or code.attention)
         self.described = {
             "weights": tensors_digest(tensors.items()),
             "options": _digest(options(model.config, named)),

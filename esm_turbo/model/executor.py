@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
-from esm_turbo.files.identity import model_identity, seen_code
+from esm_turbo.files.identity import model_identity, seen_attention, seen_code
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -32,7 +32,7 @@ from esm_turbo.model.inputs import (
 )
 from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
 from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
-from esm_turbo.model.plain import is_plain, is_unhooked, plain_addresses
+from esm_turbo.model.plain import changed_attention, is_plain, is_unhooked, plain_addresses
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
@@ -217,6 +217,8 @@ class Executor:
             plan.session = self._plain_session()
         elif plan.session is not None:
             plan.session.runs_library = not self.runs_known_code()
+            if plan.session.runs_library:
+                self.check_attention()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:
@@ -237,6 +239,16 @@ class Executor:
         plan.attention_mask, plan.positions = inputs.attention_mask, inputs.position_ids
         plan.embeddings, plan.session = inputs.inputs_embeds, session
         self.encoder.library_forward(plan)
+
+    def check_attention(self) -> None:
+        """Check that the model attends as the library's does, since sessions attend in place of it.
+
+        Raises:
+            ValueError: its attention was changed.
+        """
+        model_identity(self.encoder, sampled=False)
+        if change := seen_attention(self.encoder):
+            raise changed_attention(f"{change} changes the attention of the model")
 
     def _run_packed(self, plan: ForwardPlan) -> ModelOutput:
         from esm_turbo.ops import triton_encoder

@@ -102,10 +102,15 @@ def check_attention(attention: type[nn.Module]) -> None:
         ValueError: its class has a forward that is not the library's.
     """
     if not is_known(attention.forward):
-        raise ValueError(
-            f"{attention.__qualname__}.forward was replaced, and contexts are read and written by an attention that"
-            " would ignore it: use the model without contexts, such as by the arm 'full'"
-        )
+        raise changed_attention(f"{attention.__qualname__}.forward was replaced")
+
+
+def changed_attention(change: str) -> ValueError:
+    """The error of an attention that sessions would ignore."""
+    return ValueError(
+        f"{change}, and contexts are read and written by an attention that would ignore it: use the model without"
+        " contexts, such as by the arm 'full'"
+    )
 
 
 def is_unhooked(module: nn.Module) -> bool:
