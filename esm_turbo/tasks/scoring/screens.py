@@ -16,7 +16,7 @@ ScoreMore = Callable[[Sequence[ProteinRecord], Sequence[Candidate], Sequence[Arm
 
 def score_in(contexts: Sequence[ProteinRecord], run: ScoringRun, score_more: ScoreMore) -> list[TargetResult]:
     """Score the candidates of a run in the contexts of a background; those that fail are added to its failures."""
-    if not run.results or not contexts:
+    if not run.results:
         return []
     arms = list(run.results[0].scores)
     unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
@@ -71,7 +71,8 @@ def rescore(
     chosen = [replace(one, target=name) for name, own in best.items() for one in own]
     again = score_more([one.target for one in run.results], chosen, ["full"])
     if compares:
-        compare(again, "decoys" if contexts else "targets", score_in(contexts, again, score_elsewhere) or None)
+        elsewhere = score_in(contexts, again, score_elsewhere) if contexts else None
+        compare(again, "decoys" if contexts else "targets", elsewhere)
     run.failed += again.failed
     by_target = {one.target.id: one for one in again.results}
     for number, one in enumerate(run.results):
