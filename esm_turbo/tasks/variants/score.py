@@ -20,13 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, ProteinRecord
+from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_RESIDUES, ProteinRecord
 from esm_turbo.tasks.common.forwards import arm_preset, single_row
 from esm_turbo.tasks.common.homologs import QueryContext, query_contexts, query_ids, row_arm
 from esm_turbo.tasks.common.options import METHOD_NAMES, Arm, VariantMethod
@@ -35,7 +37,6 @@ from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
     all_substitutions,
-    every_substitution,
     mutated,
     parse_variants,
     parts_of,
@@ -336,6 +337,27 @@ class ProteinRows(ItemRows[VariantScores]):
         # All single ones are made only when needed: there are many, and a wave may hold many proteins.
         return all_substitutions(self.wild_type, self.first_position) if self.variants is None else self.variants
 
+    def _all_effects(self, log_probs: npt.NDArray[np.float32]) -> list[float]:
+        """Effects of all substitutions, in the order of `all_substitutions`."""
+        residues = self.turbo.codes.residues
+        standard = [residues[residue] for residue in STANDARD_RESIDUES]
+        effects = []
+        for index, residue in enumerate(self.wild_type):
+            if residue != CHAIN_BREAK:
+                row = log_probs[self._row[index]]
+                each = zip(STANDARD_RESIDUES, (row[standard] - row[residues[residue]]).tolist(), strict=True)
+                effects += [effect for mutant, effect in each if mutant != residue]
+        return effects
+
+    def _effects(self, log_probs: npt.NDArray[np.float32]) -> list[float]:
+        """Effects of the variants that were given, summed over their substitutions."""
+        residues, values = self.turbo.codes.residues, []
+        for parts in self._parsed:
+            rows = [(log_probs[self._row[one.index]], one) for one in parts]
+            effects = (row[residues[one.mutant]] - row[residues[one.wild_type]] for row, one in rows)
+            values.append(sum(map(float, effects)))
+        return values
+
     def result(self, predicted: Sequence[Tensor]) -> VariantScores:
         """Scores from the log-probabilities at each position."""
         if self.method == "pseudo_perplexity":
@@ -344,13 +366,8 @@ class ProteinRows(ItemRows[VariantScores]):
             means = [float(torch.stack(list(one)).double().mean()) for one in own]
             values = [means[self._number_of[one]] - means[0] for one in self._own]
         else:
-            log_probs, residues = torch.stack(list(predicted)).mean(dim=0).numpy(), self.turbo.codes.residues
-            each = ([one] for one in every_substitution(self.wild_type)) if self.variants is None else self._parsed
-            values = []
-            for parts in each:
-                rows = [(log_probs[self._row[one.index]], one) for one in parts]
-                effects = (row[residues[one.mutant]] - row[residues[one.wild_type]] for row, one in rows)
-                values.append(sum(map(float, effects)))
+            log_probs = torch.stack(list(predicted)).mean(dim=0).numpy()
+            values = self._all_effects(log_probs) if self.variants is None else self._effects(log_probs)
         scores = tuple(map(VariantScore, self._names(), values))
         return VariantScores(
             scores,

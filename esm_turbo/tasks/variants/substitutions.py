@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -298,13 +298,12 @@ def parts_of(variant: str) -> tuple[int | str, str, str]:
     return int(positions) if positions.lstrip("-").isdigit() else positions, residues, ":".join(one[2] for one in parts)
 
 
-def every_substitution(wild_type: str) -> Iterator[Substitution]:
-    """All substitutions by one of the 20 standard residues, position by position."""
-    for index, residue in enumerate(wild_type):
-        if residue != CHAIN_BREAK:
-            yield from (Substitution(residue, index, mutant) for mutant in STANDARD_RESIDUES if mutant != residue)
-
-
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:
-    """The notations of `every_substitution`, such as `H24A`."""
-    return [f"{one.wild_type}{one.index + first_position}{one.mutant}" for one in every_substitution(wild_type)]
+    """All substitutions by one of the 20 standard residues, position by position, such as `H24A`."""
+    return [
+        f"{residue}{position}{mutant}"
+        for position, residue in enumerate(wild_type, first_position)
+        if residue != CHAIN_BREAK
+        for mutant in STANDARD_RESIDUES
+        if mutant != residue
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from esm_turbo.tasks.variants.substitutions import (
     MisnumberedError,
     Substitution,
     all_substitutions,
-    every_substitution,
     has_indel,
     mutated,
     parse_variants,
@@ -197,18 +195,21 @@ def test_the_likely_cause_of_very_many_variants() -> None:
     shifted = [f"{residue}{position}A" for position, residue in enumerate(protein, start=24)]
     with pytest.raises(MisnumberedError, match=r"With `first_position` 24, 4,000 of 4,500 residues fit"):
         parse_variants([*shifted, *(f"A{position}C" for position in range(9000, 9500))], protein)
-    # All places of each residue would take many seconds.
-    begin = time.process_time()
     with pytest.raises(MisnumberedError, match="residues fit"):
         parse_variants([f"A{position}C" for position in range(50_000, 70_000)], "A" * 20_000)
-    assert time.process_time() - begin < 10
 
 
 @given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
 def test_every_substitution_has_a_name(wild_type: str, first_position: int) -> None:
     names = all_substitutions(wild_type, first_position)
     parsed = [one for own in parse_variants(names, wild_type, first_position) for one in own]
-    assert parsed == list(every_substitution(wild_type))
+    expected = [
+        Substitution(residue, index, mutant)
+        for index, residue in enumerate(wild_type)
+        for mutant in STANDARD_RESIDUES
+        if mutant != residue
+    ]
+    assert parsed == expected
 
 
 def test_positions_may_begin_with_zeros() -> None:
