@@ -138,7 +138,7 @@ def test_golden_bytes():
 
 
 def test_golden_bytes_are_those_of_the_documentation():
-    text = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "notes" / "format_example.md").read_text(encoding="utf-8")
     for name, stored in GOLDEN_BYTES.items():
         assert f"`{name}`" in text
         assert f"`{stored}`" in text
