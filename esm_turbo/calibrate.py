@@ -121,11 +121,9 @@ class KVCalibrator:
     @cached_property
     def _output_root(self) -> Tensor:
         """R of every head with R R^T its Gram matrix, on the model's device."""
-        device = self._encoder.device
-        gram = torch.from_numpy(self._output_gram)
-        eigenvalues, vectors = torch.linalg.eigh(gram.to(device) if device.type == "cuda" else gram)
-        root: Tensor = (vectors * eigenvalues.clamp(min=0).sqrt()[..., None, :]).float()
-        return root.to(device)
+        eigenvalues, vectors = np.linalg.eigh(self._output_gram)
+        root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
+        return torch.from_numpy(root.astype(np.float32)).to(self._encoder.device)
 
     def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
         """Add a batch of proteins.

@@ -393,6 +393,7 @@ def test_every_run_says_what_it_used(esm, write, tmp_path, arguments, arms):
     assert more == DEMONSTRATION
     used = json.loads(result.out)["run"]
     assert used.pop("threads") == 1
+    assert used.pop("background", None) == ("targets" if "score" in arguments else None)
     assert used == {"model": "esm2-mini", "arms": arms, "device": "cpu", "dtype": "float32", "demonstration": True}
 
 

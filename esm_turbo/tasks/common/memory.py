@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-# Tensors of one layer alive at its peak, in the feed-forward network's activation: this many of the intermediate size,
-# and this many of the hidden size (residual stream, norm and its input).
-_INNER, _HIDDEN = 4, 4
+# Tensors of one layer alive at its peak, in the feed-forward network's activation: this many of the intermediate size
+# (the library computes it in four, this package in two), and this many of the hidden size (residual stream, norm and
+# its input).
+_INNER, _HIDDEN = 3, 4
 
 
 def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool = False, batch_size: int = 1) -> int:
