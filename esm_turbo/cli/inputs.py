@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -19,7 +18,7 @@ from esm_turbo.cli.threads import set_threads
 from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.tabular import counted
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta, sha256_residues
 from esm_turbo.tasks.common.options import ONE_FILE, Background
 
 if TYPE_CHECKING:
@@ -114,8 +113,7 @@ def background_setting(name: str, decoys: Sequence[ProteinRecord]) -> str | dict
     """What files and shards say of a background: its name; of a file of decoys also the SHA-256 of their residues."""
     if name in get_args(Background):
         return name
-    residues = "\n".join(one.sequence for one in decoys)
-    return {"file": Path(name).name, "sha256": hashlib.sha256(residues.encode()).hexdigest()}
+    return {"file": Path(name).name, "sha256": sha256_residues(one.sequence for one in decoys)}
 
 
 def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: list[BadRecord]) -> list[ProteinRecord]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, zip_longest
@@ -14,7 +13,7 @@ from esm_turbo.evaluate.families import after_homologs
 from esm_turbo.evaluate.precision import choose_products, figures_of
 from esm_turbo.evaluate.protocols import Protein, extend_at_end, leave_one_out
 from esm_turbo.files.quality import EXPECTED, Quality
-from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_residues
 from esm_turbo.proteins.homologs import join_families
 from esm_turbo.tasks.common.forwards import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -77,7 +76,7 @@ def measure_calibration(
     return Quality(
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
-        sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
+        sequences_sha256=sha256_residues(p.sequence for p in proteins),
         dtype=str(turbo.model.dtype).removeprefix("torch."),
         device=turbo.model.device.type,
         presets={name: figures_of(comparison) for name, comparison in loo.turbo_frozen.items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from esm_turbo.evaluate.results import (
     extensions,
 )
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.proteins.fasta import check_sequence
+from esm_turbo.proteins.fasta import check_sequence, sha256_residues
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
@@ -157,7 +156,7 @@ def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
         calibration=None if calibration is None else calibration.provenance,
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
-        sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
+        sequences_sha256=sha256_residues(p.sequence for p in proteins),
     )
 
 

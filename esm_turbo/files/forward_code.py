@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from esm_turbo.files.model_contents import OWN_OF_MODULE, is_plain, leaves
 
-__all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "active_modes", "changes_no_number", "is_recorder"]
+__all__ = [
+    "GLOBAL_HOOKS",
+    "HOOKS",
+    "ForwardCode",
+    "active_modes",
+    "changes_no_number",
+    "has_global_hooks",
+    "is_recorder",
+]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where modules have hooks."""
@@ -57,6 +65,11 @@ _OWN = "esm_turbo."
 _EAGER = "eager_attention_forward"
 # These move tensors between devices or record them, and compute nothing.
 _INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
+
+
+def has_global_hooks() -> bool:
+    """True if there are hooks of all modules."""
+    return any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
 
 
 def is_recorder(hook: Any) -> bool:
@@ -129,7 +142,7 @@ class ForwardCode:
         self._follow(attends)
         attending = [(name, module) for name, module in named if "is_causal" in vars(module)]
         self.attention = (self.foreign or _changed_option(attending)) if attending else ""
-        if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
+        if has_global_hooks():
             self._blame("a global forward hook")
         for name, module in named:
             self._add_module(name, module)

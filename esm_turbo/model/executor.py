@@ -213,12 +213,12 @@ class Executor:
 
     def run(self, plan: ForwardPlan) -> ModelOutput:
         """Run a plan, on packed tokens where it can be, else by the library's forward."""
-        if plan.session is None and plan.packing is None and self.encoder.activates_by_session:
-            plan.session = self._plain_session()
-        elif plan.session is not None:
+        if plan.session is not None:
             plan.session.runs_library = not self.runs_known_code()
             if plan.session.runs_library:
                 self.check_attention()
+        elif plan.packing is None and self.encoder.activates_by_session:
+            plan.session = self._plain_session()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esm_turbo.files.forward_code import GLOBAL_HOOKS, changes_no_number, is_known
+from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -28,7 +28,7 @@ def is_plain(module: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
     Adapters replace modules or their forward, or hook into them; offloaded layers do, too. A call takes some 0.1 ms for
     33 layers, as it does not walk the tree again while it stays the same, and its loops run in C.
     """
-    return not _global_hooks() and tree_of(module).is_plain(allowed)
+    return not has_global_hooks() and tree_of(module).is_plain(allowed)
 
 
 def tree_of(module: nn.Module) -> _Tree:
@@ -90,11 +90,6 @@ def _is_replaced(hook: Any) -> bool:
     return type(hook) is ToWeights or changes_no_number(hook)
 
 
-def _global_hooks() -> bool:
-    """Tell whether there are hooks of all modules."""
-    return any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
-
-
 def check_attention(attention: type[nn.Module]) -> None:
     """Check that the library's attention was not replaced, which sessions attend in place of.
 
@@ -116,7 +111,7 @@ def changed_attention(change: str) -> ValueError:
 def is_unhooked(module: nn.Module) -> bool:
     """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return "forward" not in module.__dict__ and not _global_hooks() and all(map(_is_replaced, hooks))
+    return "forward" not in module.__dict__ and not has_global_hooks() and all(map(_is_replaced, hooks))
 
 
 def check_unhooked(model: nn.Module) -> None:

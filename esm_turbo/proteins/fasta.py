@@ -294,6 +294,11 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_residues(sequences: Iterable[str]) -> str:
+    """SHA-256 digest of sequences in their order, in hexadecimal."""
+    return hashlib.sha256("\n".join(sequences).encode()).hexdigest()
+
+
 def _shown(text: str) -> str:
     """Quote input for a one-line message: control characters escaped, length bounded."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")

@@ -2,8 +2,8 @@
 
 After a random rotation every component of a unit vector has the same known distribution, so that its Lloyd-Max codebook
 needs no data (Algorithm 1, `mse`). The variant `prod` (Algorithm 2) spends one bit per component of a key on a sign
-sketch of the residual, which makes scores unbiased. Values keep
-`mse`; the pseudocode that this project began with sketches their residuals, too.
+sketch of the residual, which makes scores unbiased. Values keep `mse`; the pseudocode that this project began with
+sketches their residuals, too.
 
 The rotation is a randomised Hadamard matrix, the same for all layers and heads. A vector takes head_dim * bits bits and
 its norm in bfloat16, a `prod` key also the norm of its residual.
