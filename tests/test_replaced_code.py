@@ -146,7 +146,7 @@ def _replace_eager(monkeypatch: Patch, model: CachedMaskedLM) -> None:
 def _set_options(key: str, value: float) -> Callable[[Patch, CachedMaskedLM], None]:
     def change(monkeypatch: Patch, model: CachedMaskedLM) -> None:
         for module in model.modules():
-            if hasattr(module, "is_causal"):
+            if key in vars(module):
                 setattr(module, key, value)
 
     return change
@@ -159,6 +159,7 @@ ATTENTION = {
     "eager": _replace_eager,
     "scaling": _set_options("scaling", 1.5),
     "causal": _set_options("is_causal", True),
+    "rotary": _set_options("attention_scaling", 1.5),
 }
 
 

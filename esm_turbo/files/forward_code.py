@@ -140,8 +140,8 @@ class ForwardCode:
             for attend in attends:
                 self._judge(attend, _EAGER)
         self._follow(attends)
-        attending = [(name, module) for name, module in named if "is_causal" in vars(module)]
-        self.attention = (self.foreign or _changed_option(attending)) if attending else ""
+        attends_by_name = any("is_causal" in vars(module) for _, module in named)
+        self.attention = (self.foreign or _changed_option(named)) if attends_by_name else ""
         if has_global_hooks():
             self._blame("a global forward hook")
         for name, module in named:
@@ -242,9 +242,13 @@ class ForwardCode:
 
 
 def _changed_option(named: Sequence[tuple[str, nn.Module]]) -> str:
-    """The first option of attention modules that their class sets otherwise; empty for none."""
+    """The first option of attention or rotary modules that their class sets otherwise; empty for none."""
     made: dict[type, nn.Module] = {}
     for name, module in named:
+        if vars(module).get("attention_scaling", 1.0) != 1.0:
+            return f"{name}.attention_scaling"
+        if "is_causal" not in vars(module):
+            continue
         kind = type(module)
         if _is_of_library(kind) and kind not in made:
             with torch.device("meta"):

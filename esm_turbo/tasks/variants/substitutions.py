@@ -36,6 +36,8 @@ _RESIDUES = (
     " GlxZ XaaX"
 )
 _LETTERS = {one[:3]: one[3] for one in _RESIDUES.split()}
+# Inserted residues in lower case that may be names, or the end of the protein.
+_LOWER_CASE_NAMES = re.compile(f"(?:{'|'.join([*_LETTERS, 'Ter']).lower()})+")
 _HOW = (
     "write the residue, its position and the mutant, such as H24C or p.His24Cys; several as H24C:E26K, insertions and"
     " deletions as K2_G4del, K2_G3insQS or K2delinsWC"
@@ -253,8 +255,15 @@ def _matched(variant: str) -> list[tuple[str, re.Match[str]]]:
             raise ValueError(f"{variant!r} is not a variant: {why}")
         if match[3] is not None and len(match[5]) == 1:
             raise ValueError(f"{variant!r}: {part} puts one residue in place of several; write delins{match[5]}")
+        if _LOWER_CASE_NAMES.fullmatch(new := match[6] or ""):
+            raise ValueError(f"{variant!r}: {new} may be letters or names; write {new.upper()} or {_titled(new)}")
         found.append((part, match))
     return found
+
+
+def _titled(names: str) -> str:
+    """Names of residues in a row, in the case of HGVS."""
+    return re.sub("...", lambda name: name[0].capitalize(), names)
 
 
 def _residue_at(variant: str, letter: str, position: str, wild_type: str, first_position: int) -> tuple[str, int]:

@@ -87,6 +87,8 @@ def test_notations_of_substitutions_insertions_and_deletions(variant: str, resid
         ("p.Lys2_Thr3insAlaMse", "is not a variant: Mse names no residue"),
         ("p.Lys2_Thr3insStpAla", "is not a variant: Stp names no residue"),
         ("p.Lys2delinsPyr", "is not a variant: Pyr names no residue"),
+        ("k2_t3inster", "ter may be letters or names; write TER or Ter"),
+        ("K2delinsalagly", "alagly may be letters or names; write ALAGLY or AlaGly"),
         ("p.Lys2Xle", "is not a variant: Xle names no residue"),
         ("p.Lyz2Ala", "is not a variant: Lyz names no residue"),
     ],
