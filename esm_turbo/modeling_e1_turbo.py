@@ -257,16 +257,44 @@ class TurboE1ForMaskedLM(_E1Checkpoints, CachedMaskedLM, PreTrainedModel):
         """The head by the name that other families have for it."""
         return self.mlm_head
 
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> TurboMaskedLMOutput | tuple[Any, ...]:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sequence_id: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> TurboMaskedLMOutput | tuple[Any, ...]:
         """Run the model as `TurboE1Model` does, with the logits [batch, n, vocab_size] of every token.
 
         Args:
-            *args: of `TurboE1Model.forward`.
+            input_ids: see `TurboE1Model.forward`, and so are all but `labels`.
+            attention_mask: likewise.
+            position_ids: likewise.
+            sequence_id: likewise.
             labels: token ids to be predicted, -100 where there are none, [batch, n].
-            **kwargs: of `TurboE1Model.forward`.
+            past_key_values: see `CachedModel.forward`.
+            use_cache: likewise.
+            return_dict: likewise.
+            **kwargs: likewise.
         """
-        known = {name: kwargs.pop(name, None) for name in ("past_key_values", "use_cache", "return_dict")}
-        return self.forward_with_head(TurboE1ForMaskedLM._with_logits, *args, labels=labels, **known, **kwargs)
+        return self.forward_with_head(
+            TurboE1ForMaskedLM._with_logits,
+            input_ids,
+            attention_mask,
+            position_ids,
+            sequence_id,
+            labels=labels,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=return_dict,
+            **kwargs,
+        )
 
     def _with_logits(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> MaskedLMOutput:
         output = self.model(*args, **kwargs)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import EsmForMaskedLM, PreTrainedModel, Trainer, TrainingArguments
 
 from esm_turbo import Calibration, ContextStore, KVCalibrator, TurboEsm, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.app import main
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.files.families import FAMILIES
+from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
 from esm_turbo.proteins.limits import UntrainedInputWarning
+from tests.helpers.e1 import make_e1
 from tests.helpers.models import ESMC_MINI, make_esm, make_esmc, random_ids
 
 FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": ESMC_MINI}
@@ -280,3 +283,18 @@ def test_a_checkpoint_without_the_norms_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"lacks 24 weights of the encoder, such as esmc.layers.0.self_attn.k_norm.weight"
     ):
         TurboEsm.from_pretrained(folder, device="cpu", calibration=False)
+
+
+@pytest.mark.parametrize("make", [make_esm, make_esmc, make_e1])
+def test_the_librarys_trainer_fits_a_model(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    """It passes on what the forward names among its arguments."""
+    model = make()
+    model = TurboEsmForMaskedLM.from_esm(model) if isinstance(model, EsmForMaskedLM) else model
+    rows = [{"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids} for ids in torch.full((4, 9), 12)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    before = model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss
+    Trainer(model, arguments, train_dataset=rows).train()
+    model.eval()
+    assert model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss < before
