@@ -141,7 +141,7 @@ _ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
 }
 GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
-        "attention over packed contexts, compared with SDPA and the paper's kernel structure",
+        "attention over packed contexts, compared with SDPA",
         partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS),
         most_repeats=20,
     ),

@@ -84,7 +84,7 @@ class Geometry:
 class TurboConfig:
     """Options of a compressed cache. A preset is a named instance; the fields are the switches of the ablation.
 
-    The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
+    The defaults are the TurboESM paper's method (arXiv:2603.26110, section 3 and algorithm 1).
 
     Attributes:
         codec: quantisation method: `exact` (full precision), `lut` (look-up tables), `turbo` (bit allocation), or a

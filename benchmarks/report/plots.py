@@ -43,7 +43,7 @@ _FAMILIES: Mapping[str, Sequence[str]] = {
     "TurboQuant": ["turboquant4", "turboquant3", "turboquant2"],
     "TurboQuant prod": ["turboquant_prod4", "turboquant_prod3"],
     "hybrid": ["tq35", "tq25"],
-    "PolarQuant": ["polarquant4", "polarquant3"],
+    "PolarQuant + QJL": ["polarquant4", "polarquant3"],
     "QJL": ["qjl_outliers", "qjl"],
     "spectral": ["spectral_layers", "spectral8", "spectral"],
     "KIVI": ["kivi4", "kivi2"],

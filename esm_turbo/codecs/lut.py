@@ -1,4 +1,4 @@
-"""The TurboESM paper's codec: per-head look-up tables with sign correction (arXiv:2603.26110, sections 3.1 to 3.4).
+"""The TurboESM paper's codec: per-head look-up tables with sign correction (arXiv:2603.26110, section 3, algorithm 1).
 
 A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and, with sign
 correction, one bit s for the sign of the residual (section 3.4, eq. 6 and 7):

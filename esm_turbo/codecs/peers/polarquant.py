@@ -1,4 +1,4 @@
-"""PolarQuant: a random rotation, pairs of components as angle and radius, and a sign sketch of a key's residual.
+"""PolarQuant with a sign sketch of a key's residual: a random rotation, then pairs of components as angle and radius.
 
 After a random rotation the angle of a pair is uniform and its radius follows the Rayleigh distribution of scale
 head_dim^(-1/2): uniform angles and one Lloyd-Max table of radii need no data, and a vector stores one norm (bfloat16).

@@ -3,8 +3,8 @@
 RoPE rotates the channels i and i + head_dim / 2 of a key together, at one frequency. Of each key the F pairs of largest
 energy are stored: their indices (one byte each), their two coefficients as symmetric integers, and one scale in
 bfloat16; the other pairs are read as zero. Energy does not depend on the position, so that the pairs are the same
-before RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. Nothing is
-published about values: here they are integers of as many bits with one scale per token and head.
+before RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. Its package
+encodes values likewise; here they are integers of as many bits with one scale per token and head.
 
 | codec | F of 64 pairs; of fewer the same fraction, rounded to fours: both 8 of 32 | bits of a coefficient |
 | --- | --- | --- |
