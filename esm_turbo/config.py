@@ -8,11 +8,16 @@ import enum
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-KeyTransform = Literal["svd", "hadamard", "identity"]
-ValueTransform = Literal["identity", "hadamard"]
-SignCorrection = Literal["keys_and_values", "keys", "none"]
+# Options of earlier versions, which files go on naming; the paper's values are the only ones left.
+_FORMER: dict[str, Any] = {
+    "key_transform": "svd",
+    "value_transform": "identity",
+    "standardize": False,
+    "sign_correction": "keys_and_values",
+    "shared_codebook": False,
+}
 
 
 class Backend(enum.StrEnum):
@@ -82,7 +87,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class TurboConfig:
-    """Options of a compressed cache. A preset is a named instance; the fields are the switches of the ablation.
+    """Options of a compressed cache. A preset is a named instance.
 
     The defaults are the TurboESM paper's method (arXiv:2603.26110, section 3 and algorithm 1).
 
@@ -90,13 +95,8 @@ class TurboConfig:
         codec: quantisation method: `exact` (full precision), `lut` (look-up tables), `turbo` (bit allocation), or a
             comparison codec, see `codecs.CODECS`.
         mean_bits: for `turbo`, bits per element averaged over keys and values, 1 to 4.
-        bits: for `lut`, bits per index into the look-up table, 1 to 7; for comparison codecs, bits per component.
-        key_transform: per-head map of the keys after RoPE.
-        value_transform: per-head map of the values.
-        standardize: divide every transformed component by its root mean square.
-        sign_correction: whether keys and values, keys alone or neither store the sign of the quantisation residual, one
-            more bit per component.
-        shared_codebook: use one look-up table for both keys and values of a head.
+        bits: for `lut`, bits per index into the look-up table, 1 to 7, beside a sign; for comparison codecs, bits per
+            component.
         protect_special_tokens: keep keys and values of `<cls>` and `<eos>` in bfloat16.
         seed: seed of the random transforms.
 
@@ -107,11 +107,6 @@ class TurboConfig:
     codec: str = "lut"
     mean_bits: int = 3
     bits: int = 3
-    key_transform: KeyTransform = "svd"
-    value_transform: ValueTransform = "identity"
-    standardize: bool = False
-    sign_correction: SignCorrection = "keys_and_values"
-    shared_codebook: bool = False
     protect_special_tokens: bool = False
     seed: int = 0
 
@@ -120,11 +115,6 @@ class TurboConfig:
             raise ValueError(f"`codec` must be the name of a codec, got {self.codec!r}")
         _check("mean_bits", self.mean_bits, range(1, 5))
         _check("bits", self.bits, range(1, 8))
-        _check("key_transform", self.key_transform, get_args(KeyTransform))
-        _check("value_transform", self.value_transform, get_args(ValueTransform))
-        _check("standardize", self.standardize, (False, True))
-        _check("sign_correction", self.sign_correction, get_args(SignCorrection))
-        _check("shared_codebook", self.shared_codebook, (False, True))
         _check("protect_special_tokens", self.protect_special_tokens, (False, True))
         if type(self.seed) is not int or self.seed < 0:
             raise ValueError(f"`seed` must be an integer of at least 0, got {self.seed!r}")
@@ -154,7 +144,7 @@ class TurboConfig:
         return "custom-" + hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | _FORMER
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -164,8 +154,11 @@ class TurboConfig:
         """Inverse of `to_dict`.
 
         Raises:
-            ValueError: an option is unknown, as from a newer version, or has a value that is not allowed.
+            ValueError: an option is unknown, as from a newer version, or has a value that is not allowed, or no longer.
         """
+        for name, value in _FORMER.items():
+            _check(name, options.get(name, value), (value,))
+        options = {name: value for name, value in options.items() if name not in _FORMER}
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:

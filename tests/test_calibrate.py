@@ -322,7 +322,7 @@ def test_finalize_fits_the_presets_asked_for(model, proteins):
     )
     none = calibrator.finalize(presets=())
     assert none.nbytes == 0
-    custom = TurboConfig(key_transform="hadamard")
+    custom = TurboConfig(bits=5)
     one = calibrator.finalize(presets=[custom])
     assert one.nbytes == sum(t.numel() * t.element_size() for t in one.codec(custom).state.values())
 

@@ -22,18 +22,10 @@ from esm_turbo.files.quality import Figures, InaccuratePresetWarning, Quality
 GOOD = Figures(cosine_mean=1.0, cosine_q01=1.0, kl_mean=0.0, kl_q99=0.0, top1_agreement=1.0)
 SIZES = {"head_dim": 16, "heads": 2, "layers": 2}
 PROVENANCE = {"fasta": {"name": "µ.fasta", "sha256": "0" * 64}, "model": "tiny-esm2"}
-ABLATIONS = {
-    "no rotation": TurboConfig(key_transform="identity"),
-    "hadamard": TurboConfig(key_transform="hadamard", value_transform="hadamard", seed=3),
-    "no sign": TurboConfig(sign_correction="none"),
-    "signs on keys": TurboConfig(sign_correction="keys"),
-    "shared": TurboConfig(shared_codebook=True),
-    "standardised": TurboConfig(standardize=True),
+OPTIONS = {
     "protected": TurboConfig(protect_special_tokens=True),
     "five bits": TurboConfig(bits=5),
-    "everything": TurboConfig(
-        bits=2, key_transform="hadamard", standardize=True, shared_codebook=True, protect_special_tokens=True
-    ),
+    "both": TurboConfig(bits=2, protect_special_tokens=True),
 }
 
 
@@ -125,7 +117,7 @@ def test_loaded_presets_need_no_fitting(calibration, file, monkeypatch):
         assert loaded.codec(preset) is loaded.codec(PRODUCT_PRESETS[preset])
 
 
-@pytest.mark.parametrize("config", ABLATIONS.values(), ids=ABLATIONS)
+@pytest.mark.parametrize("config", OPTIONS.values(), ids=OPTIONS)
 def test_codecs_fitted_later_are_the_same_from_memory_and_from_the_file(calibration, file, config):
     from_memory = Calibration(calibration.statistics, calibration.fingerprint, {}).codec(config)
     from_file = Calibration.load(file).codec(config)
@@ -133,7 +125,7 @@ def test_codecs_fitted_later_are_the_same_from_memory_and_from_the_file(calibrat
     assert from_file.config == config
 
 
-@pytest.mark.parametrize("config", [ABLATIONS["shared"], ABLATIONS["everything"]], ids=["shared", "everything"])
+@pytest.mark.parametrize("config", OPTIONS.values(), ids=OPTIONS)
 def test_codecs_fitted_before_saving_are_saved(calibration, tmp_path, config, monkeypatch):
     mine = Calibration(calibration.statistics, calibration.fingerprint, {})
     expected = mine.codec(config)

@@ -143,9 +143,7 @@ def test_an_empty_cache_is_filled_by_a_prefill(
         ("exact", torch.bfloat16, 16),
         # Three bits and a sign.
         (PAPER, torch.float32, 4),
-        (replace(PAPER, sign_correction="none"), torch.float32, 3),
-        (replace(PAPER, sign_correction="keys"), torch.float32, 3.5),
-        (replace(PAPER, bits=1, sign_correction="none"), torch.float32, 1),
+        (replace(PAPER, bits=1), torch.float32, 2),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
 """The TurboESM paper's codec: per-head look-up tables with sign correction (arXiv:2603.26110, section 3, algorithm 1).
 
-A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and, with sign
-correction, one bit s for the sign of the residual (section 3.4, eq. 6 and 7):
+A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and one bit s for the sign
+of the residual (section 3.4, eq. 6 and 7):
 
     x_hat = level[index] + (2 s - 1) step,    step = mean |x - level[index]| over the calibration sample.
 
@@ -13,15 +13,15 @@ vectors of the post-RoPE keys (section 3.2); values are not rotated.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
-from esm_turbo.codecs.fitting import batched, transforms
+from esm_turbo.codecs.fitting import batched
 from esm_turbo.codecs.fitting.lloyd_max import lloyd_max
-from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
+from esm_turbo.codecs.fitting.statistics import KVStatistics
 from esm_turbo.codecs.fitting.threads import run_threads
+from esm_turbo.codecs.fitting.transforms import svd_rotation
 from esm_turbo.codecs.packing import check_head_dim, midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.config import TurboConfig
 
@@ -41,15 +41,12 @@ class LutCodec(KVCodec):
         """
         check_head_dim(statistics.geometry.head_dim)
         moments, sample = statistics.select(config.protect_special_tokens)
-        key_map, key_inverse = _fit_transform(config.key_transform, moments.keys, config)
-        value_map, value_inverse = _fit_transform(config.value_transform, moments.values, config)
-        keys = _mapped(key_map, sample.keys, statistics.device)
-        values = _mapped(value_map, sample.values, statistics.device)
-        if config.shared_codebook:
-            both = torch.cat([keys, values], dim=2)
-            key_levels = value_levels = _fit_levels(both, config.bits)
-        else:
-            key_levels, value_levels = _fit_levels(keys, config.bits), _fit_levels(values, config.bits)
+        key_map, key_inverse = svd_rotation(moments.keys.second_moment)
+        keys, values, rotation = (
+            torch.from_numpy(one).to(statistics.device).double() for one in (sample.keys, sample.values, key_map)
+        )
+        keys = keys @ rotation.mT
+        key_levels, value_levels = _fit_levels(keys, config.bits), _fit_levels(values, config.bits)
         state = {
             "key_map": key_map,
             "key_inverse": key_inverse,
@@ -58,19 +55,14 @@ class LutCodec(KVCodec):
             "value_levels": value_levels,
             "value_step": _mean_absolute_residual(values, value_levels),
         }
-        if config.value_transform != "identity" or config.standardize:
-            state |= {"value_map": value_map, "value_inverse": value_inverse}
         return {name: torch.as_tensor(array).float().cpu() for name, array in state.items()}
-
-    def _has_signs(self, kind: str) -> bool:
-        return self.config.sign_correction in ("keys_and_values", f"{kind}s")
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for kind in ("key", "value"):
             levels = tensors[f"{kind}_levels"]
             tensors[f"{kind}_boundaries"] = midpoints(levels)
             step = tensors[f"{kind}_step"][:, None]
-            fields = torch.cat([levels - step, levels + step], dim=1) if self._has_signs(kind) else levels
+            fields = torch.cat([levels - step, levels + step], dim=1)
             tensors[f"{kind}_fields"] = fields
             if fields.shape[1] == _KERNEL_FIELDS:
                 tensors[f"{kind}_pairs"] = _pair_table(fields)
@@ -79,10 +71,8 @@ class LutCodec(KVCodec):
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         state, bits = self.layer_state(layer_idx, x.device), self.config.bits
         codes = quantize(x, state[f"{kind}_boundaries"])
-        if self._has_signs(kind):
-            residual = x - _look_up(state[f"{kind}_levels"], codes)
-            codes, bits = codes | (residual > 0).to(torch.uint8) << bits, bits + 1
-        return {f"{kind}s": pack_codes(codes, bits)}
+        residual = x - _look_up(state[f"{kind}_levels"], codes)
+        return {f"{kind}s": pack_codes(codes | (residual > 0).to(torch.uint8) << bits, bits + 1)}
 
     def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         codes = packed[f"{kind}s"]
@@ -93,8 +83,7 @@ class LutCodec(KVCodec):
         return _look_up(fields, unpack_codes(codes, (fields.shape[1] - 1).bit_length()))
 
     def field_slabs(self, layer_idx: int, kind: str) -> list[FieldSlab]:
-        fields = self.state[f"{kind}_levels"].shape[-1] * (2 if self._has_signs(kind) else 1)
-        if fields != _KERNEL_FIELDS:
+        if 2 * self.state[f"{kind}_levels"].shape[-1] != _KERNEL_FIELDS:
             return []
         every = tuple(range(self.geometry.head_dim))
         return [FieldSlab(f"{kind}s", 4, every, (1.0,) * len(every), f"{kind}_fields")]
@@ -117,23 +106,6 @@ def _pair_table(fields: Tensor) -> Tensor:
     byte = torch.arange(256, device=fields.device)
     pairs = torch.stack([fields[:, byte & 15], fields[:, byte >> 4]], dim=-1)
     return pairs.view(torch.int64).squeeze(-1)
-
-
-def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Array, Array]:
-    stack, head_dim = moments.mean.shape[:-1], moments.mean.shape[-1]
-    if kind == "svd":
-        maps = transforms.svd_rotation(moments.second_moment)
-    elif kind == "hadamard":
-        maps = transforms.random_hadamard(head_dim, config.seed, stack)
-    else:
-        maps = transforms.identity((*stack, head_dim))
-    return transforms.standardized(maps, moments.second_moment) if config.standardize else maps
-
-
-def _mapped(maps: Array, vectors: npt.NDArray[np.float32], device: str) -> Tensor:
-    """Samples [layers, heads, tokens, head_dim] after the maps of their heads, float64."""
-    samples: Tensor = torch.from_numpy(vectors).to(device).double() @ torch.from_numpy(maps).to(device).mT
-    return samples
 
 
 def _fit_levels(samples: Tensor, bits: int) -> Tensor:

@@ -332,31 +332,6 @@ def test_slabs_of_all_sizes(device: str, layer: int, head_dim: int) -> None:
     assert set(names.values()) == {8, 4, 2, 1}
 
 
-def lut_config(bits: int, sign_correction: str, **options: object) -> TurboConfig:
-    return replace(TurboConfig.from_preset("paper"), bits=bits, sign_correction=sign_correction, **options)
-
-
-def lut_codec(head_dim: int, config: TurboConfig) -> KVCodec:
-    return fitted(config, _statistics(head_dim))
-
-
-TABLES = {
-    "sixteen levels without signs": (4, "none", {}),
-    "mapped values": (3, "keys_and_values", {"value_transform": "hadamard", "key_transform": "identity"}),
-}
-
-
-@on_devices("table", cpu=TABLES, gpu=TABLES)
-def test_tables(device: str, table: str) -> None:
-    bits, signs, options = TABLES[table]
-    codec = lut_codec(24, lut_config(bits, signs, **options))
-    assert triton_encode.can_run(codec, LAYER)
-    tokens = random_tokens(codec)
-    packed, _, _ = encode(tokens, codec, device)
-    assert ordinals(codec, packed).unique().numel() == 16
-    assert_same_codes(packed, tokens, codec)
-
-
 @on_devices("length", cpu=[0, 1, 17, 63, 64], gpu=[0, *LENGTHS])
 def test_lengths(device: str, length: int) -> None:
     codec = codec_of("turbo3", 32)
@@ -598,8 +573,7 @@ def no_kernel(*args: object, **kwargs: object) -> None:
 
 WITHOUT_KERNEL: dict[str, Callable[[], KVCodec]] = {
     "another codec": lambda: ExactCodec(TurboConfig.from_preset("exact"), Geometry(2, 2, 16), {}),
-    "fields of three bits": lambda: lut_codec(16, lut_config(3, "none")),
-    "signs of keys only": lambda: lut_codec(16, lut_config(3, "keys")),
+    "fields of three bits": lambda: fitted(TurboConfig(bits=2), _statistics(16)),
     "a head of 136": lambda: codec_of("paper", 136),
 }
 

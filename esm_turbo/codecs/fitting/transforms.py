@@ -8,7 +8,6 @@ that q'.k' = q.k; the weighted sum of transformed values passes through the inve
 
 | map | T | purpose |
 | --- | --- | --- |
-| `identity` | 1 | no rotation |
 | `svd_rotation` | V^T of the SVD of the stacked vectors | the paper's: concentrates the variance |
 | `random_hadamard` | H diag(signs) / sqrt(head_dim) | data-free: spreads the variance |
 | `standardized` | diag(1 / standard deviations) T | one codebook fits all components |
@@ -17,7 +16,6 @@ that q'.k' = q.k; the weighted sum of transformed values passes through the inve
 Second moments are means of x x^T: about zero (*second moment*) or about the mean (*covariance*).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +24,6 @@ from scipy.linalg import hadamard
 
 FloatArray = NDArray[np.float64]
 
-_MIN_RELATIVE_STD = 1e-6
-"""Floor of standard deviations, as a fraction of the largest of the head."""
 _MIN_RELATIVE_EIGENVALUE = 1e-10
 """Floor of the queries' eigenvalues, whose square roots are inverted, as a fraction of the largest."""
 _SYMMETRY_TOLERANCE = 1e-4
@@ -44,12 +40,6 @@ class Transform(NamedTuple):
 
     forward: FloatArray
     inverse: FloatArray
-
-
-def identity(shape: Sequence[int]) -> Transform:
-    """The map that changes nothing, [*stack, head_dim, head_dim] for `shape` (*stack, head_dim)."""
-    eye = np.broadcast_to(np.eye(shape[-1]), (*shape, shape[-1]))
-    return Transform(eye.copy(), eye.copy())
 
 
 def svd_rotation(second_moment: ArrayLike) -> Transform:
@@ -74,7 +64,7 @@ def svd_rotation(second_moment: ArrayLike) -> Transform:
     return Transform(rows, _transposed(rows).copy())
 
 
-def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Transform:
+def random_hadamard(head_dim: int, seed: int) -> Transform:
     """Random signs followed by a Hadamard matrix: every component becomes a signed mean of all, independent of data.
 
     The Hadamard matrix is Sylvester's for powers of two and otherwise the Kronecker product of Sylvester's and Paley's
@@ -85,20 +75,17 @@ def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Tran
     Args:
         head_dim: number of components.
         seed: seed of the signs (and of the rotation), not negative.
-        stack: leading dimensions; each matrix has its own signs.
 
     Returns:
-        An orthogonal T [*stack, head_dim, head_dim]; its inverse is its transpose.
+        An orthogonal T [head_dim, head_dim]; its inverse is its transpose.
     """
     rng = np.random.default_rng(seed)
-    signs = rng.choice((-1.0, 1.0), size=(*stack, 1, head_dim))
+    signs = rng.choice((-1.0, 1.0), size=(1, head_dim))
     rows = _hadamard_like(head_dim, rng) * signs
     return Transform(rows, _transposed(rows).copy())
 
 
-def standardized(
-    transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike, smallest: float = _MIN_RELATIVE_STD
-) -> Transform:
+def standardized(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike, smallest: float) -> Transform:
     """Divide each component after a map by its root mean square, so that one codebook fits all.
 
     A component whose root mean square is below a small fraction of the largest of its head is divided by that floor
