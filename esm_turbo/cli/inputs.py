@@ -136,7 +136,7 @@ def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: li
             normalize_sequence(record.sequence, name="")
             kept.append(record)
         except ValueError as error:
-            bad.append(BadRecord(record.id, str(error).removeprefix(": ")))
+            bad.append(BadRecord(record.id, str(error)))
     check_usable(path, kept, bad)
     return kept
 

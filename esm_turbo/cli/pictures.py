@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import say
 
 if TYPE_CHECKING:
-    from esm_turbo.pictures.panels import Sheet
+    from esm_turbo.proteins.fasta import ProteinRecord
+    from esm_turbo.tasks.common.run_info import RunInfo
 
 
 def check_plot(plot: Path | None, sheets: int = 1, *, summary: bool = False) -> None:
@@ -30,15 +31,18 @@ def check_plot(plot: Path | None, sheets: int = 1, *, summary: bool = False) -> 
         check_picture(plot, sheets, summary=summary)
 
 
-def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
-    """Draw a picture, and say so on standard error; none without a file, or if nothing could be computed.
+def save_plot(plot: Path | None, result: Any, run: RunInfo | None = None, given: Sequence[ProteinRecord] = ()) -> None:
+    """Draw a result, see `sheets_of`, and say so on standard error; not without a file, or if there is nothing in it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    if plot is not None and sheets:
-        from esm_turbo.pictures.picture import SINGLE, Picture
+    if plot is None:
+        return
+    from esm_turbo.pictures.picture import SINGLE, Picture
+    from esm_turbo.pictures.sheets import sheets_of
 
+    if sheets := sheets_of(result, run, given):
         Picture(sheets).save(plot)
         left = len(sheets) - 1 if plot.suffix.lower() in SINGLE else 0
         alone = f": the heat map alone; .html and .pdf also show each of the {left} targets" if left else ""

@@ -111,10 +111,7 @@ def conclude(
     listed = [(path, [*unread, *run.failed]), *others]
     failed = [one for _, own in listed for one in own]
     sharding.finish(used, failed)
-    if plot is not None:
-        from esm_turbo.pictures.sheets import sheets_of
-
-        save_plot(plot, sheets_of(run, used))
+    save_plot(plot, run, used)
     for source, own in listed:
         if source is not None:
             list_bad(source, own)

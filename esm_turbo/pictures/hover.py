@@ -8,40 +8,41 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Logo, Scatter
+from esm_turbo.pictures.palettes import RESIDUE_ORDER
+from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Lines, Logo, Scatter
 from esm_turbo.pictures.static import PlacedPanel, histogram_bins
 
 
-def spots(figure: Figure, placed: Sequence[PlacedPanel], positions: Sequence[int]) -> list[dict[str, Any]]:
+def spots(figure: Figure, placed: Sequence[PlacedPanel]) -> list[dict[str, Any]]:
     """Where which text belongs, JSON values; places are shares of the figure from its top left corner.
 
     Args:
         figure: a figure that was drawn.
         placed: its panels.
-        positions: numbers of the columns of its tracks.
 
     Returns:
         For each panel its `box` (left, top, width, height), and either `texts`, rows of equally large cells, or
         `points`, each with x, y and a text. `columns` are the numbers of its columns, if it is a track.
     """
-    return [_spot(figure, one, positions) for one in placed]
+    return [_spot(figure, one) for one in placed]
 
 
-def _spot(figure: Figure, placed: PlacedPanel, positions: Sequence[int]) -> dict[str, Any]:
-    axes, panel = placed.axes, placed.panel
-    begin, end = placed.columns or (0, None)
+def _spot(figure: Figure, placed: PlacedPanel) -> dict[str, Any]:
+    axes, panel, positions = placed.axes, placed.panel, placed.positions
     area = axes.get_position()
     width = area.width
-    if placed.columns is not None:
+    if positions is not None:
         # The last line may have fewer columns than there is room for.
-        width *= (placed.columns[1] - begin) / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
+        width *= len(positions) / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
     spot: dict[str, Any] = {"box": [area.x0, 1 - area.y1, width, area.height]}
-    if placed.columns is not None:
-        spot["columns"] = list(positions[begin:end])
+    if positions is not None:
+        spot["columns"] = list(positions)
     if isinstance(panel, Heatmap):
-        spot["texts"] = [list(_cells(panel, row, begin, end)) for row in range(len(panel.rows))]
+        columns = range(len(panel.columns))[placed.part]
+        spot["texts"] = [[_cell(panel, row, column) for column in columns] for row in range(len(panel.rows))]
     elif isinstance(panel, Logo):
-        spot["texts"] = [[_shares(panel, index) for index in range(*placed.columns or (0, 0))]]
+        shares = panel.frequencies[placed.part]
+        spot["texts"] = [[f"{at}: {_residues(own)}" for at, own in zip(positions or (), shares, strict=True)]]
     elif isinstance(panel, Bars):
         spot["texts"] = [
             [f"{name}: {value:.4g}"] for name, value in zip(panel.hover or panel.names, panel.values, strict=True)
@@ -53,17 +54,16 @@ def _spot(figure: Figure, placed: PlacedPanel, positions: Sequence[int]) -> dict
     return spot
 
 
-def _cells(panel: Heatmap, row: int, begin: int, end: int | None) -> Iterator[str]:
-    for column in range(len(panel.columns))[begin:end]:
-        value = panel.values[row, column]
-        name = f"{panel.rows[row]}, {panel.columns[column]}" if panel.names is None else panel.names[row][column]
-        yield f"{name}: {value:.3f}" if np.isfinite(value) else ""
+def _cell(panel: Heatmap, row: int, column: int) -> str:
+    value = panel.values[row, column]
+    name = f"{panel.rows[row]}, {panel.columns[column]}" if panel.names is None else panel.names[row][column]
+    return f"{name}: {value:.3f}" if np.isfinite(value) else ""
 
 
-def _shares(panel: Logo, index: int) -> str:
-    order = np.argsort(-panel.frequencies[index], kind="stable")
-    found = [(panel.residues[residue], panel.frequencies[index, residue]) for residue in order]
-    return f"{panel.columns[index]}: " + ", ".join(f"{letter} {share:.0%}" for letter, share in found if share > 0)
+def _residues(shares: Array) -> str:
+    """The residues of a position by their shares."""
+    order = np.argsort(-shares, kind="stable")
+    return ", ".join(f"{RESIDUE_ORDER[index]} {shares[index]:.0%}" for index in order if shares[index] > 0)
 
 
 def _points(panel: Lines | Scatter | Histogram, placed: PlacedPanel) -> Iterator[tuple[float, float, str]]:
@@ -77,10 +77,9 @@ def _points(panel: Lines | Scatter | Histogram, placed: PlacedPanel) -> Iterator
         for left, right, count in zip(edges[:-1], edges[1:], counts, strict=True):
             yield float(left + right) / 2, float(count), f"{count} {panel.noun} from {left:.3g} to {right:.3g}"
     else:
-        by_index = placed.columns is not None or isinstance(panel.x[0], str)
-        begin, end = placed.columns or (0, len(panel.x))
+        by_index = placed.positions is not None or isinstance(panel.x[0], str)
         for name, values in panel.series.items():
-            for index in range(begin, end):
+            for index in range(len(panel.x))[placed.part]:
                 if np.isfinite(values[index]):
                     text = f"{panel.x[index]}, {name}: {values[index]:.4g}"
                     yield float(index if by_index else panel.x[index]), float(values[index]), text

@@ -63,7 +63,7 @@ def design_tracks(frequencies: Array, log_probs: Array, positions: Sequence[int]
         positions: their numbers.
     """
     return [
-        Logo(frequencies, RESIDUE_ORDER, positions, "share of designs", "position"),
+        Logo(frequencies, "share of designs"),
         Lines(positions, {"entropy": design_entropies(frequencies)}, "position", "entropy\n(bits)", limits=ENTROPY),
         Lines(positions, {"mean log p": log_probs.mean(axis=0)}, "position", "mean log p\n(nats)"),
     ]

@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from esm_turbo.assets import PAGE
 from esm_turbo.files.safe_text import cell, visible
 from esm_turbo.pictures.hover import spots
-from esm_turbo.pictures.panels import Sheet, Table, Tracks
+from esm_turbo.pictures.panels import Sheet, Table
 from esm_turbo.pictures.static import STYLE, drawn_sheet
 
 _SEARCH = "Search: a position, a variant, any word"
@@ -64,10 +64,9 @@ def _figure(sheet: Sheet) -> str:
     with rc_context(STYLE):
         figure.savefig(buffer, format="svg", dpi=200, metadata=_NO_METADATA)
     svg = buffer.getvalue()
-    positions = next((row.columns for row in sheet.layout if isinstance(row, Tracks)), ())
     return (
         f'<div class="figure">{svg[svg.index("<svg") :]}<div class="mark" hidden></div><div class="tip" hidden></div>'
-        f'</div>\n<script type="application/json" class="spots">{_script(spots(figure, placed, positions))}</script>'
+        f'</div>\n<script type="application/json" class="spots">{_script(spots(figure, placed))}</script>'
     )
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 
-RESIDUE_ORDER = "RKHDEQNSTYWFAILMVGPC"
-"""The 20 standard residues by chemistry: basic, acidic, polar, aromatic, aliphatic, special; as in dms-viz."""
-
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 """Colours of lines and groups (Okabe and Ito 2008), the yellow left out, which is hard to see on white."""
 
@@ -27,7 +24,10 @@ _CLASSES = {
     "AILMV": "#333333",
     "GPC": "#E69F00",
 }
-RESIDUE_COLOURS = {residue: colour for residues, colour in _CLASSES.items() for residue in residues}
-"""By class of residue: basic, acidic, polar, aromatic, aliphatic, special."""
+RESIDUE_ORDER = "".join(_CLASSES)
+"""The 20 standard residues by chemistry: basic, acidic, polar, aromatic, aliphatic, special; as in dms-viz."""
 
-assert sorted(RESIDUE_ORDER) == sorted(STANDARD_RESIDUES) == sorted(RESIDUE_COLOURS)
+RESIDUE_COLOURS = {residue: colour for residues, colour in _CLASSES.items() for residue in residues}
+"""By class of residue, in the same order."""
+
+assert sorted(RESIDUE_ORDER) == sorted(STANDARD_RESIDUES)

@@ -97,18 +97,12 @@ class Logo:
     """Letters stacked by frequency.
 
     Attributes:
-        frequencies: of the residues, [positions, residues]; rows add up to 1.
-        residues: one letter each.
-        columns: numbers of the positions.
+        frequencies: of the residues, [positions, 20] in `RESIDUE_ORDER`; rows add up to 1.
         y_label: what the heights mean.
-        x_label: what the columns are.
     """
 
     frequencies: Array
-    residues: str
-    columns: Sequence[int]
     y_label: str
-    x_label: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +118,6 @@ class Scatter:
         title: above the panel.
         diagonal: whether a line marks where both are equal.
         labels: names printed beside points, by index.
-        square: whether units are as long on both axes.
         log_y: whether the axis is logarithmic.
     """
 
@@ -136,7 +129,6 @@ class Scatter:
     title: str = ""
     diagonal: bool = False
     labels: Mapping[int, str] = field(default_factory=dict)
-    square: bool = False
     log_y: bool = False
 
 

@@ -132,7 +132,8 @@ def draw(result: Any, run: RunInfo | None = None) -> Picture:
 
     Args:
         result: what `score_variants`, `score`, `generate` or `evaluate` of `TurboEsm` returned, or the function that
-            scores or generates records; a list of `GeneratedSequence`; a `Calibration`.
+            scores or generates records; a list of `GeneratedSequence`; `Binders` by the names of their targets; a
+            `Calibration`.
         run: what the result was computed with, for the caption; None names what the result knows.
 
     Raises:

@@ -27,42 +27,37 @@ from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants, V
 from esm_turbo.tasks.variants.score import VariantScores
 
 
-def sheets_of(result: Any, run: RunInfo | None) -> list[Sheet]:
+def sheets_of(result: Any, run: RunInfo | None, given: Sequence[ProteinRecord] = ()) -> list[Sheet]:
     """One sheet for each protein or target of a result.
+
+    Args:
+        result: see `draw`.
+        run: what made it.
+        given: the input proteins of designs, to compare with.
 
     Raises:
         TypeError: it is of no known kind.
     """
+    if isinstance(result, list):
+        return _designs(result, run, given)
     for kind, sheets in _SHEETS.items():
         if isinstance(result, kind):
             return sheets(result, run)
-    raise TypeError(f"`draw` draws {', '.join(kind.__name__ for kind in _SHEETS)}; got {type(result).__name__}")
+    raise TypeError(f"`draw` draws {', '.join(kind.__name__ for kind in _SHEETS)}, list; got {type(result).__name__}")
 
 
-def design_sheets(
-    designs: Sequence[GeneratedSequence], given: Sequence[ProteinRecord], run: RunInfo | None
+def _designs(
+    designs: Sequence[GeneratedSequence], run: RunInfo | None, given: Sequence[ProteinRecord] = ()
 ) -> list[Sheet]:
-    """A sheet for each input protein.
-
-    Args:
-        designs: samples, those of one protein one after the other.
-        given: the input proteins.
-        run: what made the designs.
-    """
+    """A sheet for each input protein; those of one protein lie one after the other."""
     sequences = {record.id: record.sequence for record in given}
     groups = groupby(designs, lambda one: (one.record, one.positions))
-    used = "" if run is None else str(run)
-    return [logo_sheet(list(own), sequences.get(record, ""), used or "designs") for (record, _), own in groups]
+    used = "designs" if run is None else str(run)
+    return [logo_sheet(list(own), sequences.get(record, ""), used) for (record, _), own in groups]
 
 
-def binder_sheet(found: Binders, run: RunInfo | None, target: str = "target") -> Sheet:
-    """The logo of the peptides for a target, above their ranking.
-
-    Args:
-        found: the peptides, all of one length.
-        run: what made them.
-        target: its name.
-    """
+def _binders(found: Binders, run: RunInfo | None, target: str = "target") -> Sheet:
+    """The logo of the peptides for a target, all of one length, above their ranking."""
     candidates = tuple(Candidate(f"#{rank}", one.sequence) for rank, one in enumerate(found.binders, start=1))
     record, scores = ProteinRecord(target, found.target), {found.arm: found.scores}
     ranking = ranking_sheet(TargetResult(record, candidates, scores, {}, sort_by=found.sort_by), _used(run, scores))
@@ -126,7 +121,7 @@ def _designs_of(output: GenerationOutput, run: RunInfo | None) -> list[Sheet]:
             )
             for sample, row in enumerate(rows, start=1)
         ]
-        sheets += design_sheets(designs, [], run)
+        sheets += _designs(designs, run)
     return sheets
 
 
@@ -137,9 +132,9 @@ _SHEETS: dict[type, Callable[[Any, RunInfo | None], list[Sheet]]] = {
     Scores: lambda scores, run: [_ranking(_target_of(scores), run)],
     TargetResult: lambda result, run: [_ranking(result, run)],
     ScoringRun: _screen,
-    Binders: lambda found, run: [binder_sheet(found, run)],
+    Binders: lambda found, run: [_binders(found, run)],
+    dict: lambda found, run: [_binders(one, run, target) for target, one in found.items()],
     GenerationOutput: _designs_of,
-    list: lambda designs, run: design_sheets(designs, [], run),
     Evaluation: lambda result, run: [evaluation_sheet(result)],
     Calibration: lambda calibration, run: [calibration_sheet(calibration)],
 }

@@ -72,12 +72,14 @@ class PlacedPanel:
     Attributes:
         axes: where it is drawn.
         panel: the whole panel.
-        columns: index of the first column, and of that after the last; None if it is not among tracks.
+        part: of its columns, by their indices.
+        positions: numbers of these columns; None if it is not among tracks.
     """
 
     axes: Axes
     panel: Panel
-    columns: tuple[int, int] | None = None
+    part: slice
+    positions: Sequence[int] | None = None
 
 
 def figure(sheet: Sheet) -> Figure:
@@ -136,7 +138,7 @@ def _tracks(drawn: Figure, place: SubplotSpec, tracks: Tracks) -> list[PlacedPan
         begin, end = line * per_line, min(len(tracks.columns), (line + 1) * per_line)
         for number, (panel, height) in enumerate(zip(tracks.panels, heights, strict=True)):
             axes = drawn.add_subplot(grid[line * len(heights) + number, 0])
-            placed.append(PlacedPanel(axes, panel, (begin, end)))
+            placed.append(PlacedPanel(axes, panel, slice(begin, end), tracks.columns[begin:end]))
             if isinstance(panel, Heatmap):
                 image = _heat(axes, panel, begin, end)
                 _left_out(axes, tracks, begin, end)
@@ -328,7 +330,7 @@ def _logo(axes: Axes, panel: Logo, begin: int, end: int) -> None:
     from logomaker import Logo as DrawnLogo
     from pandas import DataFrame
 
-    frame = DataFrame(panel.frequencies[begin:end], columns=list(panel.residues), index=range(begin, end))
+    frame = DataFrame(panel.frequencies[begin:end], columns=list(RESIDUE_COLOURS), index=range(begin, end))
     DrawnLogo(frame, ax=axes, color_scheme=dict(RESIDUE_COLOURS), font_name="DejaVu Sans", vpad=0.02)
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1])
@@ -352,7 +354,7 @@ def _beside(drawn: Figure, place: SubplotSpec, panels: Sequence[Panel]) -> list[
         if own < height:
             spot = spot.subgridspec(2, 1, height_ratios=(own, height - own))[0]
         axes = drawn.add_subplot(spot)
-        placed.append(PlacedPanel(axes, panel))
+        placed.append(PlacedPanel(axes, panel, slice(None)))
         axes.set_title(_wrapped(getattr(panel, "title", ""), width), loc="left")
         image = _DRAW[type(panel)](axes, panel)
         if panel is panels[-1] and _has_legend(panel):
@@ -432,8 +434,6 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
     axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
     if panel.diagonal:
         _diagonal(axes, panel)
-    if panel.square:
-        axes.set_aspect("equal", adjustable="datalim")
     if panel.log_y:
         _log_ticks(axes)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)

@@ -244,7 +244,9 @@ def read_homologs(
         FastaError: (a ValueError) the file cannot be used, a record holds no residues or other letters, rows differ in
             their columns, the alignment is another protein's, or there are no homologs.
     """
-    name, residues = _named(protein)
+    if isinstance(protein, str):
+        protein = ProteinRecord("the protein", normalize_sequence(protein, name="the protein"))
+    name, residues = protein.id, protein.sequence
     raw = [((title.split(maxsplit=1) or [f"#{n}"])[0], text) for n, (title, text) in enumerate(raw_records(path), 1)]
     bad: list[BadRecord] = []
     sequences = []
@@ -252,7 +254,7 @@ def read_homologs(
         try:
             sequences.append(normalize_sequence(text, name="", unknown=unknown, remove_gaps=True))
         except ValueError as error:
-            bad.append(BadRecord(identifier, str(error).removeprefix(": ")))
+            bad.append(BadRecord(identifier, str(error)))
     if bad:
         raise FastaError(os.fspath(path), bad)
     ids = [identifier for identifier, _ in raw]
@@ -276,12 +278,6 @@ def read_homologs(
     if all(sequence == residues for sequence in sequences):
         raise FastaError(os.fspath(path), [BadRecord("", f"holds {name} alone; a family needs at least one homolog")])
     return HomologFamily(Path(path).name, tuple(ids), tuple(sequences), rows, protein_row)
-
-
-def _named(protein: str | ProteinRecord) -> tuple[str, str]:
-    if isinstance(protein, ProteinRecord):
-        return protein.id, protein.sequence
-    return "the protein", normalize_sequence(protein, name="the protein")
 
 
 def _columns(path: str | os.PathLike[str], raw: Sequence[tuple[str, str]]) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import CHAIN_BREAK, check_sequence, token_batches
+from esm_turbo.proteins.fasta import token_batches
 from esm_turbo.proteins.tokens import TokenCodes
 
 TokenRow = npt.NDArray[np.uint8]
@@ -25,19 +25,11 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
     Raises:
         ValueError: a sequence is empty or has letters that are not residue codes.
     """
-    table = bytearray(256)
-    for residue, index in codes.residues.items():
-        table[ord(residue)] = index
-    rows = []
-    begin, end = bytes(codes.before), bytes(codes.after) if eos else b""
-    for number, sequence in enumerate(sequences, start=1):
-        name = f"sequence {number}"
-        if isinstance(sequence, str) and any(symbol in sequence for symbol in ("<", codes.mask_symbol, CHAIN_BREAK)):
-            ids = bytes(codes.encode(sequence, name))
-        else:
-            ids = check_sequence(sequence, name=name).encode("ascii").translate(table)
-        rows.append(np.frombuffer(begin + ids + end, dtype=np.uint8))
-    return rows
+    begin, end = codes.before, codes.after if eos else ()
+    return [
+        np.array([*begin, *codes.encode(sequence, f"sequence {number}"), *end], dtype=np.uint8)
+        for number, sequence in enumerate(sequences, start=1)
+    ]
 
 
 def remaining_batches(lengths: Sequence[int], toks_per_batch: int, done: Container[int] = ()) -> list[list[int]]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from esm_turbo.files.csv_files import is_table
 from esm_turbo.files.text_files import NO_SUCH_FILE, DamagedGzipError, text_lines
@@ -142,7 +143,7 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, 
 
     Args:
         sequence: One-letter residue codes in either case.
-        name: Name of the sequence in error messages.
+        name: Name of the sequence in error messages; empty for none.
         unknown: None, or `"X"` to replace `?` and letters outside `RESIDUES` with X. Digits, gaps, internal stops and
             other characters stand for no residue.
         remove_gaps: Remove the characters of `GAPS`.
@@ -153,13 +154,7 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, 
             `unknown` or `remove_gaps` is for it). The message gives the name, the position, counted from 1, and what
             to do.
     """
-    if not isinstance(sequence, str):
-        raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
-    _check_unknown(unknown)
-    try:
-        return _normalized(sequence, unknown, remove_gaps)
-    except _Rejected as error:
-        raise ValueError(f"{name}: {error}") from None
+    return _named(name, sequence, unknown=unknown, remove_gaps=remove_gaps)
 
 
 def check_sequence(sequence: str, *, name: str) -> str:
@@ -169,12 +164,17 @@ def check_sequence(sequence: str, *, name: str) -> str:
         TypeError: `sequence` is not a string.
         ValueError: as by `normalize_sequence`; the message names no options.
     """
+    return _named(name, sequence, has_options=False)
+
+
+def _named(name: str, sequence: str, **options: Any) -> str:
+    """As `_normalized`, with the name in errors, if there is one."""
     if not isinstance(sequence, str):
         raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
     try:
-        return _normalized(sequence, None, remove_gaps=False, has_options=False)
+        return _normalized(sequence, **options)
     except _Rejected as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
 
 def read_fasta(
@@ -207,7 +207,6 @@ def read_fasta(
         FastaError: The whole file cannot be used: missing, a folder, unreadable, empty, not text, a damaged gzip file,
             or not FASTA.
     """
-    _check_unknown(unknown)
     remove_gaps = remove_gaps or is_alignment(path)
     good: list[ProteinRecord] = []
     bad: list[BadRecord] = []
@@ -224,7 +223,7 @@ def read_fasta(
                 raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
             if len(_FIRST_IN_HEADER.findall(title)) > 1:
                 raise _Rejected("the header states `first_position` more than once; leave one")
-            sequence = _normalized(raw, unknown, remove_gaps, chain_breaks=chain_breaks)
+            sequence = _normalized(raw, unknown=unknown, remove_gaps=remove_gaps, chain_breaks=chain_breaks)
             good.append(ProteinRecord(identifier, sequence, "".join(rest)))
         except _Rejected as error:
             bad.append(BadRecord(identifier or f"#{number}", str(error)))
@@ -304,14 +303,16 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
 
 
-def _check_unknown(unknown: str | None) -> None:
+def _normalized(
+    sequence: str,
+    *,
+    unknown: str | None = None,
+    remove_gaps: bool = False,
+    has_options: bool = True,
+    chain_breaks: bool = False,
+) -> str:
     if unknown is not None and unknown not in ("X", "x"):
         raise ValueError(f"`unknown` must be None or 'X', got {unknown!r}")
-
-
-def _normalized(
-    sequence: str, unknown: str | None, remove_gaps: bool, *, has_options: bool = True, chain_breaks: bool = False
-) -> str:
     residues = "".join(sequence.split()).translate(_TO_UPPER)
     # Positions in messages count what is given, gaps included.
     residues = residues.rstrip(GAPS if remove_gaps else "").removesuffix("*")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -19,20 +21,24 @@ ODD = 'a/b|$x^2$<b>&"q"</script>'
 WILD_TYPE = "MKTAYIAK"
 
 
-def variant_scores(names: list[str], arm: str = "turbo", seed: int = 0) -> VariantScores:
-    values = np.random.default_rng(seed).normal(-2, 2, len(names))
-    scores = tuple(VariantScore(name, float(value)) for name, value in zip(names, values, strict=True))
-    preset = None if arm == "full" else "turbo3"
-    return VariantScores(scores, WILD_TYPE, "masked", arm, preset, 7, "tiny", 24)  # type: ignore[arg-type]
+def scored(variants: Iterable[str | MeasuredVariant], *arms: str, wild_type: str = WILD_TYPE) -> ProteinVariants:
+    """Variants of a protein whose first position is 24, with random scores by each arm."""
+    measured = tuple(MeasuredVariant(one) if isinstance(one, str) else one for one in variants)
+    scores = {}
+    for seed, arm in enumerate(arms or ("turbo",)):
+        values = np.random.default_rng(seed).normal(-2, 2, len(measured)).tolist()
+        ones = tuple(VariantScore(one.variant, value) for one, value in zip(measured, values, strict=True))
+        preset = None if arm == "full" else "turbo3"
+        scores[arm] = VariantScores(ones, WILD_TYPE, "masked", arm, preset, 7, "tiny", 24)  # type: ignore[arg-type]
+    return ProteinVariants(ProteinRecord(ODD, wild_type), 24, measured, scores)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def variants() -> ProteinVariants:
     """All substitutions, two of several residues, measurements of some, and two arms."""
     names = [*all_substitutions(WILD_TYPE, 24), "M24A:K25R", "M24C:K25R"]
-    measured = tuple(MeasuredVariant(name, index / 10 if index % 3 else None) for index, name in enumerate(names))
-    scores = {arm: variant_scores(names, arm, seed) for seed, arm in enumerate(("turbo", "full"))}
-    return ProteinVariants(ProteinRecord(ODD, WILD_TYPE), 24, measured, scores)  # type: ignore[arg-type]
+    measured = [MeasuredVariant(name, index / 10 if index % 3 else None) for index, name in enumerate(names)]
+    return scored(measured, "turbo", "full")
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from esm_turbo.pictures.variant_map import effects, variant_sheet
 def shown(sheet: Sheet) -> list:
     figure, placed = drawn_sheet(sheet, head=False)
     figure.draw_without_rendering()
-    columns = next((row.columns for row in sheet.layout if isinstance(row, Tracks)), ())
-    return json.loads(json.dumps(spots(figure, placed, columns), allow_nan=False))
+    return json.loads(json.dumps(spots(figure, placed), allow_nan=False))
 
 
 def alone(panel: Panel) -> dict:

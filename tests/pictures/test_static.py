@@ -1,4 +1,4 @@
-"""Figures of matplotlib: what is drawn, and where."""
+"""Figures of matplotlib: what is drawn, where, and in which colours."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def test_a_variant_map_has_its_cells_axes_and_units(variants) -> None:
     assert r"\$x^2\$" in drawn.texts[0].get_text()
 
 
-def long_tracks(count: int) -> Sheet:
-    columns = list(range(1, count + 1))
-    values = np.zeros((20, count))
+def tracks_of(columns: list[int]) -> Sheet:
+    values = np.zeros((20, len(columns)))
     heatmap = Heatmap(values, list("ACDEFGHIKLMNPQRSTVWY"), columns, "score (nats)", "position", centred=True)
-    return Sheet("t", "c", [Tracks([Lines(columns, {"a": np.ones(count)}, "x", "y"), heatmap], columns, ["A"] * count)])
+    lines = Lines(columns, {"a": np.ones(len(columns))}, "x", "y", filled=True)
+    return Sheet("t", "c", [Tracks([lines, heatmap], columns, ["A"] * len(columns))])
 
 
 @pytest.mark.parametrize(("count", "lines"), [(1, 1), (105, 1), (106, 2), (925, 9)])
 def test_long_proteins_are_broken_into_lines_of_the_same_width(count: int, lines: int) -> None:
-    drawn = figure(long_tracks(count))
+    drawn = figure(tracks_of(list(range(1, count + 1))))
     assert cells(drawn) == 20 * count
     maps = [axes for axes in drawn.axes if axes.get_ylim() == (19.5, -0.5)]
     assert len(maps) == lines
@@ -88,19 +88,6 @@ def test_nothing_reaches_beyond_the_page(sheet: Sheet) -> None:
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
 
 
-def numbers(drawn) -> list[tuple[float, str]]:
-    """Where numbers of positions stand, and what they say."""
-    axes = next(axes for axes in drawn.axes if axes.get_xlabel() == "position")
-    return [(label.get_position()[0], label.get_text()) for label in axes.get_xticklabels()]
-
-
-def tracks_of(columns: list[int]) -> Sheet:
-    values = np.zeros((20, len(columns)))
-    heatmap = Heatmap(values, list("ACDEFGHIKLMNPQRSTVWY"), columns, "score (nats)", "position", centred=True)
-    lines = Lines(columns, {"a": np.ones(len(columns))}, "x", "y", filled=True)
-    return Sheet("t", "c", [Tracks([lines, heatmap], columns, ["A"] * len(columns))])
-
-
 @pytest.mark.parametrize(
     ("columns", "shown", "upright"),
     [
@@ -115,12 +102,13 @@ def tracks_of(columns: list[int]) -> Sheet:
 )
 def test_numbers_are_those_of_the_columns_and_do_not_touch(columns, shown, upright) -> None:
     drawn = figure(tracks_of(columns))
-    found = numbers(drawn)
-    assert [columns[int(at)] for at, _ in found] == [int(text) for _, text in found]
-    assert {int(text) for _, text in found} == shown
-    drawn.draw_without_rendering()
     axes = next(axes for axes in drawn.axes if axes.get_xlabel() == "position")
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    labels = axes.get_xticklabels()
+    found = [int(label.get_text()) for label in labels]
+    assert [columns[int(label.get_position()[0])] for label in labels] == found
+    assert set(found) == shown
+    drawn.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in labels]
     # Boxes of text are taller than digits.
     overlap = 0.2 * boxes[0].width if upright else 0
     assert all(a.x1 <= b.x0 + overlap for a, b in pairwise(boxes))
@@ -168,3 +156,33 @@ def test_names_of_points_cover_no_other() -> None:
     assert [text.get_text() for text in axes.texts] == names
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for a, b in pairwise(boxes))
+
+
+def heatmap(values, **options) -> Heatmap:
+    return Heatmap(np.array(values, dtype=np.float64), ["a"], [1], "score", "position", **options)
+
+
+def test_colours_are_centred_at_zero_without_outliers() -> None:
+    low, high = heatmap([[*np.linspace(-4, 1, 999), 1000.0]], centred=True).range
+    assert low == -high and high == pytest.approx(4, abs=0.1)
+
+
+def test_missing_values_do_not_count() -> None:
+    assert heatmap([[np.nan, -2.0]], centred=True).range == (-2.0, 2.0)
+    assert heatmap([[np.nan]], centred=True).range == (-1.0, 1.0)
+    assert heatmap([[np.nan]]).range == (0.0, 1.0)
+    assert heatmap([[0.0, np.nan]], centred=True).range == (-1.0, 1.0)
+
+
+def test_colours_span_values_or_the_given_limits() -> None:
+    low, high = heatmap([np.arange(1001.0)]).range
+    assert (low, high) == (5.0, 995.0)
+    assert heatmap([[3.0]]).range == (2.5, 3.5)
+    assert heatmap([[3.0]], limits=(0, 1)).range == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "breaks"), [([], []), ([7], []), ([-1, 0, 1], []), ([3, 5, 6, 9], [1, 3]), ([1, 2, 4], [2])]
+)
+def test_tracks_break_where_positions_are_left_out(columns: list[int], breaks: list[int]) -> None:
+    assert Tracks([], columns, [""] * len(columns)).breaks == breaks

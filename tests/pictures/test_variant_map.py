@@ -11,10 +11,8 @@ from scipy.stats import entropy
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Scatter, Tracks
 from esm_turbo.pictures.variant_map import effects, entropies, mean_effects, variant_sheet
-from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.substitutions import all_substitutions
-from tests.pictures.conftest import WILD_TYPE, variant_scores
+from tests.pictures.conftest import WILD_TYPE, scored
 
 
 def test_every_score_is_in_the_cell_of_its_residue_and_position(variants) -> None:
@@ -29,9 +27,7 @@ def test_every_score_is_in_the_cell_of_its_residue_and_position(variants) -> Non
 
 def test_means_leave_the_wild_type_out(variants) -> None:
     values = effects(variants, "turbo")
-    own = [
-        one.score for one in variants.scores["turbo"].scores if one.variant.startswith("M24") and ":" not in one.variant
-    ]
+    own = [one.score for one in variants.scores["turbo"].scores[:19]]
     assert mean_effects(values, WILD_TYPE)[0] == pytest.approx(np.mean(own))
 
 
@@ -73,18 +69,14 @@ def test_scores_of_whole_variants_are_per_residue(variants, method: str, unit: s
     assert labels == [f"mean effect\n({unit})", f"|arm - full|\n(mean, {unit})"]
     assert {heatmap.label, *(panel.y_label for panel in scatters)} == {f"score ({unit})"}
     several = [number for number, one in enumerate(variants.variants) if ":" in one.variant]
-    few = {"turbo": replace(scores["turbo"], scores=tuple(scores["turbo"].scores[number] for number in several))}
-    own = replace(variants, variants=tuple(MeasuredVariant(variants.variants[n].variant) for n in several), scores=few)
+    own = scored(variants.variants[number].variant for number in several)
+    own.scores["turbo"] = replace(own.scores["turbo"], method=method)
     [[bars]] = variant_sheet(own, "").layout
     assert bars.x_label == f"score ({unit})"
 
 
 def test_one_variant_and_no_measurement() -> None:
-    names = ["K25R"]
-    one = ProteinVariants(
-        ProteinRecord("wt", WILD_TYPE), 24, (MeasuredVariant("K25R"),), {"turbo": variant_scores(names)}
-    )
-    [tracks] = variant_sheet(one, "model x").layout
+    [tracks] = variant_sheet(scored(["K25R"]), "model x").layout
     # Without all residues of a position there is no entropy, and without the arm full no difference.
     assert [type(panel) for panel in tracks.panels] == [Lines, Heatmap]
     assert np.isfinite(tracks.panels[1].values).sum() == 2
@@ -93,15 +85,8 @@ def test_one_variant_and_no_measurement() -> None:
     assert tracks.panels[1].dots == [(RESIDUE_ORDER.index("K"), 0)]
 
 
-def few(*positions: int) -> ProteinVariants:
-    """All substitutions at some positions."""
-    names = [name for name in all_substitutions(WILD_TYPE, 24) if int(name[1:-1]) in positions]
-    scores = {"turbo": variant_scores(names)}
-    return ProteinVariants(ProteinRecord("wt", WILD_TYPE), 24, tuple(map(MeasuredVariant, names)), scores)
-
-
 @pytest.mark.parametrize(
-    ("scored", "shown", "said"),
+    ("positions", "shown", "said"),
     [
         ((25,), [25], ["Only positions with scores are shown, 1 of 8."]),
         ((26, 27, 28), [26, 27, 28], ["Only positions with scores are shown, 3 of 8."]),
@@ -115,8 +100,8 @@ def few(*positions: int) -> ProteinVariants:
         (tuple(range(24, 32)), list(range(24, 32)), []),
     ],
 )
-def test_where_most_positions_have_no_score_only_scored_ones_are_shown(scored, shown, said) -> None:
-    result = few(*scored)
+def test_where_most_positions_have_no_score_only_scored_ones_are_shown(positions, shown, said) -> None:
+    result = scored(name for name in all_substitutions(WILD_TYPE, 24) if int(name[1:-1]) in positions)
     sheet = variant_sheet(result, "model x")
     [tracks] = sheet.layout
     means, entropy, heatmap = tracks.panels
@@ -127,7 +112,7 @@ def test_where_most_positions_have_no_score_only_scored_ones_are_shown(scored, s
     for position, name in zip(shown, heatmap.names[RESIDUE_ORDER.index("C")], strict=True):
         assert name == f"{WILD_TYPE[position - 24]}{position}C"
     assert [(RESIDUE_ORDER[row], shown[column]) for row, column in heatmap.dots] == [
-        (WILD_TYPE[position - 24], position) for position in scored
+        (WILD_TYPE[position - 24], position) for position in positions
     ]
     sentences = ["Only positions", "Gaps stand", "Grey was"]
     assert all(sentence in sheet.caption for sentence in said)
@@ -137,25 +122,21 @@ def test_where_most_positions_have_no_score_only_scored_ones_are_shown(scored, s
 def test_variants_of_several_substitutions_alone_have_no_map() -> None:
     names = [f"M24{mutant}:K25R" for mutant in "ACDEFGHIKLNPQRSTVWYUO"]
     for count in (2, 20, 21):
-        own = names[:count]
-        scores = variant_scores(own)
-        result = ProteinVariants(
-            ProteinRecord("wt", WILD_TYPE), 24, tuple(map(MeasuredVariant, own)), {"turbo": scores}
-        )
+        result = scored(names[:count])
+        values = result.scores["turbo"].values
         sheet = variant_sheet(result, "")
         [[panel]] = sheet.layout
         if count > 20:
-            assert isinstance(panel, Histogram) and panel.values.tolist() == scores.values
+            assert isinstance(panel, Histogram) and panel.values.tolist() == values
         else:
-            assert isinstance(panel, Bars) and panel.values.tolist() == sorted(scores.values, reverse=True)
-            assert dict(zip(panel.names, panel.values, strict=True)) == dict(zip(own, scores.values, strict=True))
+            assert isinstance(panel, Bars) and panel.values.tolist() == sorted(values, reverse=True)
+            assert dict(zip(panel.names, panel.values, strict=True)) == dict(zip(names, values, strict=False))
         # There are no colours to explain.
         assert "red" not in sheet.caption and f"{count} variants of several substitutions." in sheet.caption
 
 
 def test_residues_without_a_row_are_left_out(variants) -> None:
-    names = ["M24U", "M24A"]
-    scores = replace(variant_scores(names), wild_type="XKTAYIAK")
-    result = ProteinVariants(ProteinRecord("wt", "MXTAYIAK"), 24, tuple(map(MeasuredVariant, names)), {"turbo": scores})
+    result = scored(["M24U", "M24A"], wild_type="MXTAYIAK")
     values = effects(result, "turbo")
-    assert np.isfinite(values).sum() == 2 and values[RESIDUE_ORDER.index("A"), 0] == scores.values[1]
+    assert np.isfinite(values).sum() == 2
+    assert values[RESIDUE_ORDER.index("A"), 0] == result.scores["turbo"].values[1]

@@ -176,10 +176,7 @@ def binders(
         settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
         metadata = run_metadata(used, settings | compared_with | {"sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
-    if plot is not None:
-        from esm_turbo.pictures.sheets import binder_sheet
-
-        save_plot(plot, [binder_sheet(one, used, name) for name, one in found.items()])
+    save_plot(plot, found, used)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     written = sum(len(one.binders) for one in found.values())

@@ -92,10 +92,7 @@ def calibrate(
         )
     with working("writing"):
         calibration.save(out)
-    if plot is not None:
-        from esm_turbo.pictures.sheets import sheets_of
-
-        save_plot(plot, sheets_of(calibration, None))
+    save_plot(plot, calibration)
     result = {
         "out": os.fspath(out),
         "provenance": calibration.provenance,

@@ -74,8 +74,5 @@ def evaluate(
             reference=reference,
             progress=progress,
         )
-    if plot is not None:
-        from esm_turbo.pictures.sheets import sheets_of
-
-        save_plot(plot, sheets_of(result, None))
+    save_plot(plot, result)
     show(result.table(width()), to_json=json, result=result.to_dict())

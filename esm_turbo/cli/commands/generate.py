@@ -131,10 +131,7 @@ def generate(
     fasta = "".join(one.fasta(used) for one in generated)
     if out is not None:
         save_text(out, fasta)
-    if plot is not None:
-        from esm_turbo.pictures.sheets import design_sheets
-
-        save_plot(plot, design_sheets(generated, good, used))
+    save_plot(plot, generated, used, good)
     result = {
         "run": used.to_dict(),
         "out": None if out is None else os.fspath(out),
