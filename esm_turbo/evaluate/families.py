@@ -78,7 +78,7 @@ def after_homologs(
             extended = turbo.extend(cache, rows)
             of[config] = _outputs(extended.hidden_states, extended.logits, of_row, column)
         frozen, compressed = of[FROZEN], [(name, of[config]) for name, config in configs.items()]
-        arms.add(protein, 0, full, frozen, compressed, np.isin(column, (0, len(queries[0]) - 1)))
+        arms.add(protein, full, frozen, compressed, np.isin(column, (0, len(queries[0]) - 1)))
         advance(1)
     return arms
 

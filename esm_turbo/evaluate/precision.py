@@ -86,7 +86,7 @@ def compare_forwards(
     comparison = Comparison("whole forwards in two precisions")
     for protein, before, after in zip(proteins, expected, found, strict=True):
         special = np.isin(protein.token_ids(turbo.codes), turbo.model.base_model.special_ids)
-        comparison.add(protein, 0, before, after, special)
+        comparison.add(protein, before, after, special)
     return comparison
 
 

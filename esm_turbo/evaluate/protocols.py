@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class Comparison:
     Attributes:
         names: of the two computations, for messages.
         proteins: the protein of each residue.
-        positions: position of each residue in its protein, from 1.
+        positions: of each residue among the tokens that were added with it, from 0; `<cls>` comes first.
         layers: errors of the hidden states by layer.
     """
 
@@ -82,14 +82,11 @@ class Comparison:
     _residues: list[TokenErrors] = field(default_factory=list)
     _specials: list[TokenErrors] = field(default_factory=list)
 
-    def add(
-        self, protein: Protein, position: int, reference: Outputs, other: Outputs, special: npt.NDArray[np.bool_]
-    ) -> None:
+    def add(self, protein: Protein, reference: Outputs, other: Outputs, special: npt.NDArray[np.bool_]) -> None:
         """Add consecutive tokens of a protein.
 
         Args:
             protein: the protein.
-            position: of the first token; `<cls>` has 0, so residues count from 1.
             reference: outputs of n tokens.
             other: outputs of n tokens.
             special: True for tokens that are not residues, [n].
@@ -103,7 +100,7 @@ class Comparison:
             raise ValueError(f"{self.names}, {protein.name}: {error}") from None
         self._residues.append(errors[~special])
         self._specials.append(errors[special])
-        positions = (position + np.arange(len(special)))[~special].tolist()
+        positions = np.flatnonzero(~special).tolist()
         self.positions += positions
         self.proteins += [protein] * len(positions)
         if reference.layers is not None and other.layers is not None:
@@ -146,17 +143,16 @@ class Arms:
     def add(
         self,
         protein: Protein,
-        position: int,
         full: Outputs,
         frozen: Outputs,
         turbo: Iterable[tuple[str, Outputs]],
         special: npt.NDArray[np.bool_],
     ) -> None:
         """Add tokens of one protein from all computations, with `turbo` preset by preset; see `Comparison.add`."""
-        self.frozen_full.add(protein, position, full, frozen, special)
+        self.frozen_full.add(protein, full, frozen, special)
         for name, outputs in turbo:
-            self.turbo_frozen[name].add(protein, position, frozen, outputs, special)
-            self.turbo_full[name].add(protein, position, full, outputs, special)
+            self.turbo_frozen[name].add(protein, frozen, outputs, special)
+            self.turbo_full[name].add(protein, full, outputs, special)
 
 
 @torch.no_grad()
@@ -198,7 +194,7 @@ def leave_one_out(
             )
             for name, config in configs.items()
         )
-        arms.add(protein, 0, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.base_model.special_ids))
+        arms.add(protein, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.base_model.special_ids))
         advance(1)
     return arms
 
@@ -258,39 +254,28 @@ def extend_at_end(
         group = [proteins[index] for index in batch]
         full, _ = prefill(turbo.model, [], *turbo.codes.batch([p.token_ids(turbo.codes) for p in group]))
         for k in ks:
-            new = {row: protein for row, protein in enumerate(group) if len(protein) > k}
-            if not new:
+            long = [(row, protein) for row, protein in enumerate(group) if len(protein) > k]
+            if not long:
                 continue
-            last = [slice(len(protein) + 1 - k, len(protein) + 2) for protein in new.values()]
-            expected = [as_outputs(full, row, tokens) for row, tokens in zip(new, last, strict=True)]
-            for w, frozen, compressed in _extensions(turbo, list(new.values()), configs, k, ws):
-                for row, protein in enumerate(new.values()):
+            expected = [as_outputs(full, row, slice(len(one) + 1 - k, len(one) + 2)) for row, one in long]
+            own = [protein for _, protein in long]
+            contexts = turbo.codes.batch([protein.token_ids(turbo.codes)[: -k - 1] for protein in own])
+            _, caches = prefill(turbo.model, [FROZEN, *configs.values()], *contexts)
+            for w in ws:
+                frozen = _extended(turbo, caches[FROZEN], own, k, w)
+                compressed = {
+                    name: frozen if config.codec == FROZEN.codec else _extended(turbo, caches[config], own, k, w)
+                    for name, config in configs.items()
+                }
+                for row, protein in enumerate(own):
                     outputs = [(name, rows[row]) for name, rows in compressed.items()]
-                    results[k, w].add(
-                        protein, last[row].start, expected[row], frozen[row], outputs, np.arange(k + 1) == k
-                    )
+                    results[k, w].add(protein, expected[row], frozen[row], outputs, np.arange(k + 1) == k)
         advance(len(batch))
     return results
 
 
-def _extensions(
-    turbo: ContextModel, proteins: Sequence[Protein], configs: Mapping[str, TurboConfig], k: int, ws: Sequence[int]
-) -> Iterator[tuple[int, list[Outputs], dict[str, list[Outputs]]]]:
-    """For every w: w, the frozen outputs per protein, and by preset its outputs per protein.
-
-    Outputs are those of the last k residues and `<eos>`.
-    """
-    contexts = [protein.token_ids(turbo.codes)[: -k - 1] for protein in proteins]
-    _, caches = prefill(turbo.model, [FROZEN, *configs.values()], *turbo.codes.batch(contexts))
-
-    def extend(config: TurboConfig, w: int) -> list[Outputs]:
-        output = turbo.extend(caches[config], [protein.sequence[-k:] for protein in proteins], refresh=w)
-        pairs = zip(output.hidden_states, output.logits, strict=True)
-        return [Outputs(to_float64(hidden), to_float64(logits)) for hidden, logits in pairs]
-
-    for w in ws:
-        frozen = extend(FROZEN, w)
-        compressed = {
-            name: frozen if config.codec == FROZEN.codec else extend(config, w) for name, config in configs.items()
-        }
-        yield w, frozen, compressed
+def _extended(turbo: ContextModel, cache: TurboKVCache, proteins: Sequence[Protein], k: int, w: int) -> list[Outputs]:
+    """Outputs of the last k residues and `<eos>` of each protein, w residues of its context refreshed."""
+    output = turbo.extend(cache, [protein.sequence[-k:] for protein in proteins], refresh=w)
+    pairs = zip(output.hidden_states, output.logits, strict=True)
+    return [Outputs(to_float64(hidden), to_float64(logits)) for hidden, logits in pairs]

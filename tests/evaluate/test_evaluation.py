@@ -67,9 +67,11 @@ def test_skipped_proteins_are_counted(tiny: TurboEsm) -> None:
 
 
 def test_parts_that_were_disabled_have_no_table(tiny: TurboEsm, evaluation: Evaluation) -> None:
-    text = tiny.evaluate(SEQUENCES[:1], ["paper"], **OFF).table()
+    result = tiny.evaluate(SEQUENCES[:1], ["paper"], **OFF)
+    assert result["paper"].extend == result.frozen.extend == ()
+    text = result.table()
     assert "Leave-one-out" in text and "Memory of 1,024 tokens" in text
-    assert "Outliers" not in text and "Extension" not in text and "by class" not in text
+    assert "Extension" not in text and "by class" not in text
     assert "Extension" in evaluation.table() and "by class" in evaluation.table()
 
 

@@ -1,4 +1,4 @@
-"""`evaluate`: options, input, progress, and the embedded model."""
+"""`evaluate`: presets, options, input, progress, and the embedded model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import torch
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRESETS
 from esm_turbo.evaluate import Evaluation
+from esm_turbo.evaluate.presets import resolve_presets
 from esm_turbo.proteins.fasta import FastaError
 from tests.helpers.evaluation import CLASSES, OFF, SEQUENCES
-
-
-def test_extension_can_be_left_out(tiny: TurboEsm) -> None:
-    result = tiny.evaluate(SEQUENCES[:1], ["paper"], **OFF)
-    assert result["paper"].extend == result.frozen.extend == ()
 
 
 def test_presets_by_name_by_options_and_by_default(tiny: TurboEsm) -> None:
@@ -37,6 +33,33 @@ def test_presets_by_name_by_options_and_by_default(tiny: TurboEsm) -> None:
         names(["turbo99"])
 
 
+def test_all_stands_for_every_preset(everything: Evaluation) -> None:
+    assert [preset.name for preset in everything.presets] == list(PRESETS)
+    assert everything.unavailable == {}
+
+
+def test_all_keeps_earlier_presets_first_and_repeats_none(tiny: TurboEsm) -> None:
+    configs, unavailable = resolve_presets(tiny, ["kivi4", TurboConfig(bits=2), "all", "exact"])
+    assert list(configs)[:3] == ["kivi4", TurboConfig(bits=2).name, "exact"]
+    assert set(configs) == {*PRESETS, TurboConfig(bits=2).name}
+    assert unavailable == {}
+
+
+def test_a_codec_that_does_not_support_the_geometry_is_left_out(
+    turbo: TurboEsm, tiny_model: Callable[..., TurboEsmForMaskedLM]
+) -> None:
+    odd = TurboEsm(tiny_model(preset="exact", calibrated=True, head_dim=20, heads=2), turbo.tokenizer)
+    configs, unavailable = resolve_presets(odd, "all")
+    assert "exact" in configs
+    assert "head_dim" in unavailable["int4"]
+    assert set(configs) | set(unavailable) == set(PRESETS)
+    for presets in ("int4", ["int4"], ["all", "int4"], {"mine": "int4"}):
+        with pytest.raises(ValueError, match="head_dim"):
+            resolve_presets(odd, presets)
+    result = odd.evaluate(SEQUENCES[:1], "all", **OFF)
+    assert "\nint4: " in result.table()
+
+
 def test_the_model_is_not_modified(tiny: TurboEsm) -> None:
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     config, calibration = tiny.model.esm.turbo_config, tiny.calibration
@@ -50,8 +73,9 @@ def test_without_a_calibration_only_full_precision_is_evaluated(
     turbo: TurboEsm, tiny_model: Callable[..., TurboEsmForMaskedLM]
 ) -> None:
     bare = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
-    with pytest.raises(ValueError, match="needs a calibration of this model: make one with `esm-turbo calibrate"):
-        bare.evaluate(SEQUENCES, ["exact", "paper"])
+    for presets in (["exact", "paper"], "all"):
+        with pytest.raises(ValueError, match="needs a calibration of this model: make one with `esm-turbo calibrate"):
+            bare.evaluate(SEQUENCES, presets)
     result = bare.evaluate(SEQUENCES, extend_ks=(1,))
     assert [preset.name for preset in result.presets] == ["exact"]
     assert result.provenance.calibration is None

@@ -1,4 +1,4 @@
-"""Residues to token ids, compared with the tokenizer where it is reliable."""
+"""Residues to token ids, compared with the tokenizer where it is reliable, and batches of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EsmConfig, EsmTokenizer
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.proteins.batches import encode_rows
-from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord
+from esm_turbo.proteins.batches import encode_rows, remaining_batches
+from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord, token_batches
 from esm_turbo.proteins.tokens import TokenCodes
 
 
@@ -35,10 +36,15 @@ def test_the_vocabulary(codes: TokenCodes) -> None:
     assert codes.residues == {residue: 4 + index for index, residue in enumerate(RESIDUES)}
 
 
-@given(parts=st.lists(st.sampled_from([*RESIDUES, "<mask>"]), min_size=1, max_size=30))
-def test_ids_equal_those_of_the_tokenizer(tokenizer: EsmTokenizer, codes: TokenCodes, parts: list[str]) -> None:
-    sequence = "".join(parts)
-    assert [codes.cls, *codes.encode(sequence, "it"), codes.eos] == tokenizer(sequence)["input_ids"]
+sequences = st.lists(st.sampled_from([*RESIDUES, *RESIDUES.lower(), "<mask>", "<MASK>", " "]), min_size=1).map("".join)
+
+
+@given(sequence=sequences.filter(str.strip), eos=st.booleans())
+def test_rows_are_those_of_the_tokenizer(turbo, sequence, eos):
+    [row] = encode_rows(turbo.codes, [sequence], eos=eos)
+    text = sequence.upper().replace("<MASK>", "<mask>").replace(" ", "")
+    expected = turbo.tokenizer(text).input_ids
+    assert row.tolist() == (expected if eos else expected[:-1])
 
 
 @given(parts=st.lists(st.sampled_from([*RESIDUES, *RESIDUES.lower(), " ", "*", "<mask>"]), min_size=1, max_size=9))
@@ -128,3 +134,41 @@ def test_a_model_with_other_special_tokens_is_refused(codes: TokenCodes, name: s
         ValueError, match=f"config.json has {name} 2147483648, which the vocabulary has at [0-9]+; copy"
     ):
         codes.check(config)
+
+
+def test_the_bad_one_of_several_rows_is_named(codes: TokenCodes) -> None:
+    with pytest.raises(ValueError, match="sequence 2: position 3 is 'J'"):
+        encode_rows(codes, ["MKT", "MKJ"])
+
+
+def test_rows_of_one_batch(turbo):
+    rows = encode_rows(turbo.codes, ["MKTAY", "GS"])
+    input_ids, attention_mask = turbo.codes.batch(rows)
+    expected = turbo.tokenizer(["MKTAY", "GS"], padding=True, return_tensors="pt")
+    assert torch.equal(input_ids, expected.input_ids)
+    assert torch.equal(attention_mask, expected.attention_mask)
+    assert input_ids.dtype == attention_mask.dtype == torch.int64
+
+
+lengths = st.lists(st.integers(1, 60), max_size=30)
+
+
+@given(lengths=lengths, toks=st.integers(1, 200), data=st.data())
+def test_missing_sequences_are_batched_once_within_the_budget(lengths, toks, data):
+    done = data.draw(st.sets(st.integers(0, 29)))
+    batches = remaining_batches(lengths, toks, done)
+    assert sorted(index for batch in batches for index in batch) == [i for i in range(len(lengths)) if i not in done]
+    for batch in batches:
+        longest = max(lengths[index] for index in batch)
+        assert len(batch) == 1 or longest * len(batch) <= toks
+    longest = [max(lengths[index] for index in batch) for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+
+
+@given(lengths=lengths, toks=st.integers(1, 200), data=st.data())
+def test_batches_that_are_wholly_missing_stay_as_they_are(lengths, toks, data):
+    whole = remaining_batches(lengths, toks)
+    assert sorted(whole) == sorted(token_batches(lengths, toks))
+    stopped = data.draw(st.integers(0, len(whole)))
+    done = {index for batch in whole[:stopped] for index in batch}
+    assert remaining_batches(lengths, toks, done) == whole[stopped:]
