@@ -12,7 +12,7 @@ from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress
-from esm_turbo.tasks.common.same_model import on_same_model
+from esm_turbo.tasks.common.same_model import run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -87,8 +87,8 @@ def store_sequences(
     computed, failed = 0, dict[str, str]()
     pieces = [[sequences[index] for index in batch] for batch in batches]
     units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
-    task = on_same_model(turbo, _StoreTask(store), runner)
-    for _, (count, reasons) in runner.run(task, pieces, stage="prefill", units=units, progress=progress):
+    run = run_on_model(turbo, runner, _StoreTask(store), pieces, stage="prefill", units=units, progress=progress)
+    for _, (count, reasons) in run:
         computed += count
         failed |= reasons
     for sequence, reason in failed.items():

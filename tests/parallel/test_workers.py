@@ -332,6 +332,7 @@ def test_nothing_comes_from_processes_with_another_model(
         lambda: score_variants(other, PROTEINS[:1], None, ["frozen"], runner=workers),
         lambda: calibrate_records(other, PROTEINS, runner=workers),
         lambda: other.score_pairs(SEQUENCES, ["ACDK"], devices=workers),
+        lambda: other.embed(SEQUENCES, include=["mean"], devices=workers),
     ):
         with pytest.raises((ValueError, UnfinishedError), match="is not that of the run: the weights differ"):
             run()

@@ -1,10 +1,11 @@
 """TurboQuant with two widths, as in the mode TQ35 of aither-kvcache: more bits for channels of higher variance.
 
-The channels of a head are sorted by their mean square on the calibration set, as by that package's `calibrate`; its
-article says that it needs no calibration. The first half and the rest are coded separately: norm, random rotation,
-Lloyd-Max codebook, and one bit for the signs of the residual after a second rotation (an orthogonal sign sketch, see
-`jl`). With `bits` = 4 the first half has 3 + 1 bits and the rest 2 + 1, 3.5 on average; with 3 they have 2 + 1 and
-1 + 1, where the package's TQ25 divides the channels 1 to 3. Each half stores two norms in bfloat16.
+The channels of a head are sorted by their mean square on the calibration set, as by that package's `calibrate`, which
+its vLLM backend does not call. The first half and the rest are coded separately: norm, random rotation, Lloyd-Max
+codebook, and one bit for the signs of the residual after a second rotation: an orthogonal sign sketch of unbiased gain,
+see `jl`; of n channels, the package's is sqrt(n) times smaller. With `bits` = 4 the first half has 3 + 1 bits and the
+rest 2 + 1, 3.5 on average; with 3 they have 2 + 1 and 1 + 1, where the package's TQ25 divides the channels 1 to 3. Each
+half stores two norms in bfloat16.
 """
 
 from __future__ import annotations

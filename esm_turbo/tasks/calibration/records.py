@@ -20,7 +20,7 @@ from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
-from esm_turbo.tasks.common.same_model import on_same_model
+from esm_turbo.tasks.common.same_model import run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -128,9 +128,9 @@ def calibrate_records(
     pieces = [batched[first : first + _BATCHES_PER_PIECE] for first in range(0, len(batched), _BATCHES_PER_PIECE)]
     arrived: dict[int, PartialStatistics] = {}
     units = [_residues(piece) for piece in pieces]
-    task = on_same_model(turbo, _CalibrationTask(), runner)
     following = 0
-    for number, result in runner.run(task, pieces, stage=_STAGE, units=units, progress=progress):
+    run = run_on_model(turbo, runner, _CalibrationTask(), pieces, stage=_STAGE, units=units, progress=progress)
+    for number, result in run:
         if isinstance(result, _Failed):
             names = ", ".join(record.id for batch in pieces[number] for record in batch)
             raise RuntimeError(f"the calibration cannot be finished: {result.reason}, with these proteins: {names}")

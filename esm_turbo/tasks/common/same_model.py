@@ -6,7 +6,7 @@ which holds no code: functions that a program has replaced are the library's aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,15 +20,26 @@ from esm_turbo.tasks.common.progress import Progress
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["on_same_model"]
+__all__ = ["run_on_model"]
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
 
 
-def on_same_model(turbo: ContextModel, task: Task[PieceT, ResultT], runner: Runner) -> Task[PieceT, ResultT]:
-    """The task, which other processes refuse to run with another model or another calibration."""
-    return task if isinstance(runner, InProcessRunner) else _OnSameModel(task, _RunModel.of(turbo))
+def run_on_model(
+    turbo: ContextModel,
+    runner: Runner,
+    task: Task[PieceT, ResultT],
+    pieces: Sequence[PieceT],
+    *,
+    stage: str,
+    units: Sequence[int],
+    progress: Progress | None = None,
+) -> Iterator[tuple[int, ResultT]]:
+    """As `Runner.run`; other processes refuse to run pieces with another model or another calibration."""
+    if not isinstance(runner, InProcessRunner):
+        task = _OnSameModel(task, _RunModel.of(turbo))
+    return runner.run(task, pieces, stage=stage, units=units, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowRun
 from esm_turbo.tasks.common.run_info import run_settings
-from esm_turbo.tasks.common.same_model import on_same_model
+from esm_turbo.tasks.common.same_model import run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -288,8 +288,7 @@ def score_items(
     units = [len(task.arms) * sum(map(task.units, items_of[number])) for number in left]
     runner = InProcessRunner(turbo) if runner is None else runner
     rest = [items_of[number] for number in left]
-    run_task = on_same_model(turbo, task, runner)
-    for place, result in runner.run(run_task, rest, stage=stage, units=units, progress=progress):
+    for place, result in run_on_model(turbo, runner, task, rest, stage=stage, units=units, progress=progress):
         number = left[place]
         scored[number] = result
         if journal is not None and not task.has_failed(result):

@@ -17,6 +17,7 @@ from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import default_config, protein_tokens
 from esm_turbo.tasks.common.homologs import QueryContext
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
+from esm_turbo.tasks.common.same_model import run_on_model
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
 from esm_turbo.tasks.embedding.windows import Windows
@@ -151,7 +152,7 @@ def iter_embeddings(
     units = [sum(len(record.sequence) for record in piece) for piece in pieces]
 
     def results() -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-        for number, embedded in where.run(EmbedTask(request), pieces, stage="embed", units=units):
+        for number, embedded in run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units):
             for index, reason in sorted((batches[number][row], reason) for row, reason in embedded.failed.items()):
                 if on_failure is not None:
                     on_failure(index, reason)

@@ -23,7 +23,7 @@ from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
-from esm_turbo.tasks.common.same_model import on_same_model
+from esm_turbo.tasks.common.same_model import run_on_model
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
 from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
@@ -131,14 +131,15 @@ def embed_records(
         pieces = [[groups[index][0] for index in batch] for batch in batches]
         residues = [sum(len(sequences[index]) for index in batch) for batch in batches]
         parts = writer.parts if runner.shares_files else None
-        task = on_same_model(turbo, EmbedTask(request, truncation_seq_length, finite=True, parts=parts), runner)
+        task = EmbedTask(request, truncation_seq_length, finite=True, parts=parts)
+        run = run_on_model(turbo, runner, task, pieces, stage="embed", units=residues, progress=progress)
         written = reused = sum(len(groups[index]) for index in done)
         try:
             if pieces:
                 writer.begin()
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
-            for number, result in runner.run(task, pieces, stage="embed", units=residues, progress=progress):
+            for number, result in run:
                 # Other code may have changed it since the settings were noted.
                 if isinstance(runner, InProcessRunner) and lasting_identity(turbo.model).digest != settings["weights"]:
                     raise ValueError("the model has changed since the run began, and what it then computed is not kept")
