@@ -52,7 +52,7 @@ Device = Annotated[
     str | None, Parameter(help="Device of the model, such as cpu, cuda or mps. By default, the best one available.")
 ]
 BackendOption = Annotated[Backend, Parameter(help="Implementation of attention over compressed caches.", group=_MODEL)]
-Arms = Annotated[tuple[Arm, ...] | None, Parameter(consume_multiple=True, negative="")]
+Arms = Annotated[tuple[Arm, ...] | None, MANY, NO_DEFAULT]
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
 ]
@@ -175,11 +175,9 @@ class ParallelOptions:
 
     devices: Annotated[
         tuple[str, ...] | None,
-        Parameter(
-            help="Devices to use at once, a process each: all, or names such as cuda:0 cuda:1.",
-            consume_multiple=True,
-            negative="",
-        ),
+        MANY,
+        NO_DEFAULT,
+        Parameter(help="Devices to use at once, a process each: all, or names such as cuda:0 cuda:1."),
     ] = None
     engine: Annotated[
         Literal["local", "ray"],

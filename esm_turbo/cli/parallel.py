@@ -84,14 +84,12 @@ class Spread(Generic[_Options]):
         """Load the model of this process: on the CPU if others compute, since it then only checks and describes."""
         if self.names is None:
             return load_model(self.options, **self.more)
-        # As the others load it, who may be on devices with another default.
-        dtype = {"dtype": "auto"} if self.options.dtype is None and self.names[0].startswith("cuda") else {}
+        on_cuda = self.names[0].startswith("cuda")
         options = replace(self.options, device="cpu", threads=self.threads)
-        if options.precision is None:
+        if options.precision is None or not on_cuda:
+            # As the others load it, whose devices may have another default; a CPU says that it lacks the precision.
+            dtype = {"dtype": "auto"} if options.dtype is None and on_cuda else {}
             return load_model(options, **dtype, **self.more)
-        if not self.names[0].startswith("cuda"):
-            # Says which devices can.
-            return load_model(options, **self.more)
         from esm_turbo.model.precision import quantize_products
 
         turbo = load_model(replace(options, precision=None, dtype=options.dtype or "bfloat16"), **self.more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import entr
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
@@ -83,6 +84,5 @@ def design_frequencies(designs: Sequence[Sequence[str]]) -> Array:
 
 def design_entropies(frequencies: Array) -> Array:
     """Entropy of the residues at each position, bits, [positions]."""
-    logs = np.log2(np.where(frequencies > 0, frequencies, 1.0))
-    entropies: Array = np.abs(-(frequencies * logs).sum(axis=1))
-    return entropies
+    bits: Array = entr(frequencies).sum(axis=1) / np.log(2)
+    return bits

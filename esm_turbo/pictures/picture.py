@@ -54,21 +54,19 @@ class Picture:
         """
         summary = self.sheets[0].summary
         suffix = check_picture(out, len(self.sheets) - summary, summary=summary)
-        content = self._html().encode() if suffix == ".html" else self._drawn(suffix)
+        content = self._encoded(suffix)
         with replacing(out) as temporary:
             temporary.write_bytes(content)
 
-    def _html(self) -> str:
-        from esm_turbo.pictures.page import page
-
-        return page(self.sheets)
-
-    def _drawn(self, suffix: str) -> bytes:
+    def _encoded(self, suffix: str) -> bytes:
         from matplotlib import rc_context
         from matplotlib.backends.backend_pdf import PdfPages
 
+        from esm_turbo.pictures.page import page
         from esm_turbo.pictures.static import STYLE
 
+        if suffix == ".html":
+            return page(self.sheets).encode()
         buffer = io.BytesIO()
         with rc_context(STYLE):
             if suffix == ".pdf":

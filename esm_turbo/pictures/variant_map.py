@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import log_softmax
+from scipy.special import entr, softmax
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
@@ -133,8 +133,7 @@ def entropies(values: Array) -> Array:
 
     Scores are log-probabilities but for a constant, so that their softmax is the distribution over the 20 residues.
     """
-    log_probs = log_softmax(np.nan_to_num(values), axis=0)
-    bits = -(np.exp(log_probs) * log_probs).sum(axis=0) / np.log(2)
+    bits = entr(softmax(np.nan_to_num(values), axis=0)).sum(axis=0) / np.log(2)
     return np.where(np.isfinite(values).all(axis=0), bits, np.nan)
 
 

@@ -10,6 +10,7 @@ import esm_turbo
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.app import as_options
+from tests.helpers.command_inputs import files
 
 ROOT = Path(esm_turbo.__file__).resolve().parents[1]
 
@@ -50,11 +51,7 @@ def test_help_and_version(esm):
         (["embed", "x.fasta", "out", "--toks_per_batch", "many"], "many"),
         (["embed", "x.fasta", "out", "--dtype", "int8"], "int8"),
         (["embed", "x.fasta", "out", "--truncation_seq_length", "0"], "must be at least 1, got 0"),
-        (
-            ["embed", "x.fasta", "out", "--format", "h5", "--include", "cache"],
-            "caches cannot be stored in an HDF5 file",
-        ),
-        (["evaluate", "x.fasta", "--preset", "paper", "papper"], "got 'papper'"),
+        (["evaluate", "x.fasta", "--preset", "all", "papper"], "got 'papper'"),
         (["evaluate", "x.fasta", "--max-proteins", "0"], "must be at least 1, got 0"),
         (["info", "--length", "0"], "must be at least 1, got 0"),
         (["info", "--json", "--length"], "--length"),
@@ -64,6 +61,74 @@ def test_wrong_arguments_are_refused_in_one_line(esm, arguments, message):
     result = esm(*arguments)
     assert (result.code, result.out) == (2, "")
     assert message in result.error
+
+
+WRONG_OPTIONS = {
+    ("score", "IN", "IN"): [
+        (["--arm", "fast"], "--arm"),
+        (["--arm"], "--arm must name at least one arm"),
+        (["--place", "alone"], "--place"),
+        (["--refresh", "-1"], "--refresh must be at least 0, got -1"),
+        (["--top", "-1"], "--top must be at least 0, got -1"),
+        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--toks-per-batch", "0"], "--toks-per-batch must be at least 1, got 0"),
+        (["--out", "."], "is a folder; name a file"),
+        (["--background", "nothing"], "--background must be none, alone, targets, decoys, all-decoys or a FASTA"),
+        (["--sort-by", "rank"], "--sort-by"),
+        (["--rescore", "0"], "--rescore must be at least 1, got 0"),
+        (["--rescore", "2", "--arm", "full"], "--arm full scores all"),
+        (["--rescore", "2", "--shard", "1/2"], "a shard has only some"),
+        (["--background", "none", "--sort-by", "specificity"], "no candidate has several targets"),
+    ],
+    ("binders", "IN"): [
+        (["--length", "0"], "--length must be at least 1, got 0"),
+        ([], "--length"),
+        (["--length", "3", "--template", "GXP"], "not both"),
+        (["--template", "G1P"], "templates are written as GX[KR]XXP"),
+        (["--length", "3", "--background", "nothing.fasta"], "targets, decoys, all-decoys or a FASTA file"),
+        (["--length", "3", "--sort-by", "specificity"], "needs a --background"),
+        (["--length", "3", "--rescore", "0"], "--rescore must be at least 1, got 0"),
+        (["--length", "3", "--rescore", "2", "--arm", "full"], "--rescore scores the best again by the arm 'full'"),
+        (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--length", "3", "--temperature", "-1"], "--temperature must be from"),
+        (["--length", "3", "--allowed", "J"], "J"),
+    ],
+    ("generate", "IN"): [
+        ([], "give --max-new-tokens to append residues, or --positions or --mask-letter"),
+        (["--max-new-tokens", 2, "--positions", "1"], "give --max-new-tokens to append residues, or --positions"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be an integer of at least 1, got 0"),
+        (["--positions", "x"], "positions are written as 10-25,40 and counted from 1, got 'x'"),
+        (["--positions", "1", "--order", "best"], "best"),
+        (["--max-new-tokens", 1, "--temperature", "-1"], "--temperature must be from 1e-06 to 1000000, or 0"),
+        (["--max-new-tokens", 1, "--allowed", "AJ"], "--allowed holds 'J'"),
+        (["--max-new-tokens", 1, "--allowed", "AC", "5=G"], "letters for all positions, or given as 10=AG 12-15=HP"),
+        (["--max-new-tokens", 1, "--toks-per-batch", 0], "--toks-per-batch must be at least 1"),
+        (["--max-new-tokens", 1, "--seed", -1], "--seed must be an integer of at least 0"),
+        (["--positions", "2", "--store", "contexts"], "--store holds contexts to append to; in place, the protein is"),
+    ],
+    ("embed", "IN"): [
+        (["e.h5", "--include", "cache"], "caches cannot be stored in an HDF5 file"),
+        (["e.parquet", "--include", "per_tok"], "a Parquet file holds means: give --include mean, not per_tok"),
+        (["e", "--include", "contacts"], "contacts would be noise: the contact head of this model was never trained"),
+        (["e", "--store", "contexts"], "--store keeps compressed caches; give --include cache as well"),
+        (["taken"], "is a file; name a folder to write"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [(command, *case) for command, cases in WRONG_OPTIONS.items() for case in cases],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_refused(esm_shared, write, tmp_path, monkeypatch, command, options, message):
+    monkeypatch.chdir(tmp_path)
+    write("IN", ">one\nMKTAYIAKQRQISFVK\n>two\nGSWKDLAE\n")
+    write("taken", "mine")
+    before = files(tmp_path)
+    result = esm_shared(*command, *options, "--json", "out.json")
+    assert (result.code, result.out) == (2, "") and message in result.error
+    assert files(tmp_path) == before
 
 
 def test_errors_name_options_as_on_the_command_line(esm, fasta, tmp_path, tiny_folder):

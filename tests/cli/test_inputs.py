@@ -424,10 +424,6 @@ def test_a_missing_calibration_is_the_only_message(esm, known, tiny_folder):
         (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta, .fa, .faa or .fas"),
         (["calibrate", "IN", "--out", "x.pt"], "must end in .safetensors"),
         (["embed", "IN", "x.h5", "--format", "pt"], "ends in .h5, but pt embeddings are a folder"),
-        (
-            ["embed", "IN", "x.parquet", "--include", "mean", "per_tok"],
-            "a Parquet file holds means: give --include mean, not mean per_tok",
-        ),
         (["embed", "IN", "x.parquet", "--format", "pt"], "ends in .parquet, but pt embeddings are a folder"),
         (["embed", "IN", "x.npz"], "x.npz: a folder is written; give a name without .npz, or one that ends in .h5 or"),
         (["store", "IN", "x.h5"], "x.h5: a folder is written; give a name without .h5"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 
-import pytest
-
 TARGET = "MKTAYIAKQRQISFVK"
 
 
@@ -93,26 +91,3 @@ def test_a_picture_has_a_sheet_for_each_target(esm_shared, write, tmp_path):
     assert esm_shared("binders", targets, *options, "--plot", tmp_path / "binders.html").code == 0
     page = (tmp_path / "binders.html").read_text()
     assert "one: " in page and "two: " in page and "target of 8 residues" in page
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--length", "0"], "--length must be at least 1, got 0"),
-        ([], "--length"),
-        (["--length", "3", "--template", "GXP"], "not both"),
-        (["--template", "G1P"], "templates are written as GX[KR]XXP"),
-        (["--length", "3", "--background", "nothing.fasta"], "targets, decoys, all-decoys or a FASTA file"),
-        (["--length", "3", "--sort-by", "specificity"], "needs a --background"),
-        (["--length", "3", "--rescore", "0"], "--rescore must be at least 1, got 0"),
-        (["--length", "3", "--rescore", "2", "--arm", "full"], "--rescore scores the best again by the arm 'full'"),
-        (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
-        (["--length", "3", "--temperature", "-1"], "--temperature must be from"),
-        (["--length", "3", "--allowed", "J"], "J"),
-    ],
-)
-def test_wrong_options_are_refused(esm_shared, fasta, tmp_path, options, message):
-    out = tmp_path / "binders.csv"
-    result = esm_shared("binders", fasta, "--out", out, *options)
-    assert (result.code, result.out) == (2, "") and message in result.error
-    assert not out.exists()

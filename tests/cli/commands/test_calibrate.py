@@ -1,6 +1,5 @@
 """`esm-turbo calibrate`: calibrations made, refused, and interrupted."""
 
-import gzip
 import hashlib
 import json
 import re
@@ -18,7 +17,7 @@ from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
-from tests.helpers.command_inputs import GOOD, SEQUENCES
+from tests.helpers.command_inputs import SEQUENCES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -112,14 +111,6 @@ def test_a_preset_that_falls_short_is_warned_of_when_it_is_loaded(esm, fasta, tm
     assert result.code == 0
     assert result.err.count("warning: preset 'turbo3' is inaccurate on this model: mean cosine 0.7") == 1
     assert "inaccurate" not in esm("score", fasta, fasta, *model, "--preset", "turbo4").err
-
-
-def test_calibrate_accepts_gzip_lower_case_stops_and_windows_line_ends(esm, tmp_path, tiny_folder):
-    path = tmp_path / "odd.fasta.gz"
-    path.write_bytes(gzip.compress(GOOD.lower().replace("\n", "*\r\n").replace("beta*", "beta").encode()))
-    result = esm("calibrate", path, "--model", tiny_folder, "--out", tmp_path / "c", "--json", "-")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["provenance"]["residues"] == sum(map(len, SEQUENCES.values()))
 
 
 def test_calibrate_replaces_a_calibration_of_another_model(esm, fasta, tmp_path, tiny_folder, tiny_calibration):

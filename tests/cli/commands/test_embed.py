@@ -8,7 +8,7 @@ import torch
 from esm_turbo import TurboEsm, TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import read_embedding, sequence_hash
-from tests.helpers.command_inputs import ONE_RECORD, SEQUENCES, WHOLE_FILE, files, index_of
+from tests.helpers.command_inputs import ONE_RECORD, SEQUENCES, files, index_of
 from tests.helpers.embedding_files import read_embeddings
 
 
@@ -77,24 +77,6 @@ def test_one_file_in_a_new_folder(esm, fasta, tmp_path, tiny_folder, tiny, name,
     assert list(out.parent.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("e.h5", ["--include", "cache"], "caches cannot be stored in an HDF5 file"),
-        ("e.parquet", ["--include", "per_tok"], "a Parquet file holds means: give --include mean, not per_tok"),
-        ("e", ["--include", "contacts"], "contacts would be noise: the contact head of this model was never trained"),
-        ("e", ["--store", "contexts"], "--store keeps compressed caches; give --include cache as well"),
-        ("taken", [], "is a file; name a folder to write"),
-    ],
-)
-def test_wrong_options_are_refused(esm, fasta, tmp_path, name, options, message):
-    (tmp_path / "taken").write_text("mine")
-    before = files(tmp_path)
-    result = esm("embed", fasta, tmp_path / name, *options)
-    assert result.code == 2 and message in result.error
-    assert files(tmp_path) == before
-
-
 def test_letters_and_gaps_are_replaced_on_request(esm, tmp_path, tiny_folder):
     path = tmp_path / "aligned.fasta"
     path.write_text(">d\nMKTAYI--JR\n")
@@ -123,17 +105,6 @@ def test_good_records_are_embedded_and_bad_ones_reported(esm, tmp_path, tiny_fol
     summary = json.loads(result.out)
     assert summary["written"] == 3
     assert len(summary["failed"]) == 1
-
-
-@pytest.mark.parametrize("case", WHOLE_FILE)
-def test_embed_refuses_a_file_that_is_not_fasta(esm, tmp_path, case):
-    text, message = WHOLE_FILE[case]
-    path = tmp_path / "bad.fasta"
-    path.write_text(text)
-    result = esm("embed", path, tmp_path / "out")
-    assert result.code == 2
-    assert message in result.error
-    assert not (tmp_path / "out").exists()
 
 
 def test_truncation_and_long_proteins_warn_once(esm, tmp_path, tiny_folder):

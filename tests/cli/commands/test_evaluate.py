@@ -30,7 +30,3 @@ def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration):
     for name in COMPARISON_PRESETS:
         # Leave-one-out and extension; memory shows the name alone.
         assert result.out.count(f"{name} - frozen") == 2
-
-
-def test_an_unknown_preset_is_refused(esm, fasta):
-    assert "got 'everything'" in esm("evaluate", fasta, "--preset", "all", "everything").error

@@ -137,25 +137,6 @@ def test_unusable_files_are_refused(esm_shared, targets, candidates, write, tmp_
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--arm", "fast"], "--arm"),
-        (["--arm"], "--arm must name at least one arm"),
-        (["--place", "alone"], "--place"),
-        (["--refresh", "-1"], "--refresh must be at least 0, got -1"),
-        (["--top", "-1"], "--top must be at least 0, got -1"),
-        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
-        (["--toks-per-batch", "0"], "--toks-per-batch must be at least 1, got 0"),
-        (["--out", "."], "is a folder; name a file"),
-    ],
-)
-def test_wrong_options_are_refused(esm_shared, targets, candidates, options, message):
-    code, printed, err = esm_shared("score", targets, candidates, *options)
-    assert (code, printed) == (2, "")
-    assert len(err.splitlines()) == 1 and message in err
-
-
 def test_arms_and_options_reach_the_scores(esm_shared, targets, candidates):
     options = ["--arm", "turbo", "full", "--top-k", 2, "--place", "empty", "--refresh", 0]
     code, printed, _ = esm_shared("score", targets, candidates, *options, "--json", "-")

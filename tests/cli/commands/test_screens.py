@@ -163,23 +163,6 @@ def test_merged_shards_equal_one_run(esm_shared, targets, candidates, tmp_path, 
         assert parquet.read_table(out).to_pylist() == parquet.read_table(whole).to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--background", "nothing"], "--background must be none, alone, targets, decoys, all-decoys or a FASTA"),
-        (["--sort-by", "rank"], "--sort-by"),
-        (["--rescore", "0"], "--rescore must be at least 1, got 0"),
-        (["--rescore", "2", "--arm", "full"], "--arm full scores all"),
-        (["--rescore", "2", "--shard", "1/2"], "a shard has only some"),
-        (["--background", "none", "--sort-by", "specificity"], "no candidate has several targets"),
-    ],
-)
-def test_wrong_options_are_refused(esm_shared, targets, candidates, tmp_path, options, message):
-    out = tmp_path / "scores.csv"
-    code, printed, err = esm_shared("score", targets, candidates, "--out", out, *options)
-    assert (code, printed) == (2, "") and message in err and not out.exists()
-
-
 def test_rows_of_a_screen_are_compared_by_all_pairs(esm_shared, targets, write):
     rows = write("rows.csv", "target,candidate,sequence\none,#7,ACDEF\ntwo,#9,WTC\n")
     code, _, err = esm_shared("score", targets, rows, "--sort-by", "specificity")

@@ -109,22 +109,6 @@ def test_stored_contexts_are_those_that_generation_and_embedding_use(esm, fasta,
     assert computed == []
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (
-            ["generate", "--positions", "2"],
-            "--store holds contexts to append to; in place, the protein is computed with masks instead",
-        ),
-        (["embed", "out"], "--store keeps compressed caches; give --include cache as well"),
-    ],
-)
-def test_commands_that_need_no_contexts_refuse_a_store(esm, fasta, tmp_path, command, message):
-    result = esm(command[0], fasta, *command[1:], "--store", tmp_path / "contexts")
-    assert result.code == 2 and message in result.error
-    assert not (tmp_path / "contexts").exists()
-
-
 @pytest.mark.parametrize("command", [["variants"], ["generate", "--max-new-tokens", "2"]])
 def test_a_store_of_another_model_is_refused(esm, fasta, tmp_path, tiny_folder, command):
     store = tmp_path / "contexts"

@@ -103,7 +103,6 @@ def test_misnumbered_variants_point_to_the_option(esm_shared, wild_type, write, 
         (">a\nMK\n", "mutant\nM1A\n", ["--measured", "fitness"], "lacks the column 'fitness'"),
         (">a\nMK\n", "mutant\nK1A\n", [], "no usable variant"),
         (">a\nMK\n", "mutant\nM1A\n", ["--method", "both"], "--method"),
-        (">a\nMK\n", "mutant\nM1A\n", ["--refresh", "-1"], "--refresh must be at least 0, got -1"),
     ],
 )
 def test_unusable_variants_are_refused(esm_shared, write, tmp_path, fasta, table, options, message):
@@ -116,19 +115,12 @@ def test_unusable_variants_are_refused(esm_shared, write, tmp_path, fasta, table
     assert not out.exists()
 
 
-def test_the_shipped_measurements_match_their_wild_type():
-
+def test_the_shipped_measurements_match_their_wild_type_at_its_position():
     folder = evaluation_proteins().parent
     [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
     good, bad = read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record], first_position=24)
     assert (len(record.sequence), len(good), bad) == (263, 4996, [])
     assert good[0].variant == "H24C" and good[0].measured == -0.418259925
-
-
-def test_a_wrong_first_position_is_one_error():
-
-    folder = evaluation_proteins().parent
-    [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
     with pytest.raises(CsvError, match=r"4,806 of 4,996 variants are not of BLAT_ECOLX, such as line 2: .*; is 1 the "):
         read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record])
 
