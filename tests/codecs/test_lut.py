@@ -31,7 +31,7 @@ OPTIONS = {
     "paper": PAPER,
     "one bit": TurboConfig(bits=1),
     "two bits": TurboConfig(bits=2, protect_special_tokens=True),
-    "seven bits": TurboConfig(bits=7),
+    "five bits": TurboConfig(bits=5),
 }
 
 
@@ -207,17 +207,6 @@ def test_nan_affects_only_its_token(statistics, codec_of, config):
 
 @all_head_dims
 @every_option
-def test_bits_per_element_are_exact(statistics, codec_of, config, head_dim):
-    stats = statistics[head_dim]
-    packed = codec_of(config, head_dim).encode(1, *keys_and_values(stats, 1))
-    bits = [8 * tensor[0, 0, 0].nbytes / head_dim for tensor in (packed["keys"], packed["values"])]
-    assert bits == [config.bits + 1] * 2
-    assert {tensor.shape[:3] for tensor in packed.values()} == {(2, HEADS, 7)}
-    assert len(packed) == 2
-
-
-@all_head_dims
-@every_option
 def test_codes_equal_the_reference_bit_for_bit(statistics, codec_of, config, head_dim):
     stats = statistics[head_dim]
     codec = codec_of(config, head_dim)
@@ -277,55 +266,24 @@ def test_options_of_other_codecs_change_nothing(statistics, option):
 
 
 @all_head_dims
-@pytest.mark.parametrize("layer", range(LAYERS))
 @every_option
-def test_mapped_queries_keep_their_scores(statistics, codec_of, config, head_dim, layer):
-    stats = statistics[head_dim]
+def test_maps_keep_scores_and_sums_and_go_back(statistics, codec_of, config, head_dim):
     codec = codec_of(config, head_dim)
-    keys, values = keys_and_values(stats, layer, tokens=11)
     query = torch.randn(2, HEADS, 5, head_dim, generator=torch.Generator().manual_seed(1))
-    mapped, offset = mapped_query(codec, layer, query)
-    stored_keys, _ = codec.transform(layer, keys, values)
-    scores = mapped.double() @ stored_keys.double().transpose(2, 3) + offset
-    expected = query.double() @ keys.double().transpose(2, 3)
-    sizes = query.double().norm(dim=-1)[..., None] * keys.double().norm(dim=-1)[..., None, :]
-    assert ((scores - expected).abs() / sizes).max() < 1e-4
-
-
-@all_head_dims
-@every_option
-def test_weighted_sums_of_stored_values_map_back(statistics, codec_of, config, head_dim):
-    stats = statistics[head_dim]
-    codec = codec_of(config, head_dim)
-    keys, values = keys_and_values(stats, 1, tokens=11)
     weights = torch.rand(2, HEADS, 5, 11, generator=torch.Generator().manual_seed(2)).softmax(dim=-1)
-    _, stored = codec.transform(1, keys, values)
-    output = codec.unmap_output(1, weights @ stored)
-    torch.testing.assert_close(output, weights @ values, rtol=1e-4, atol=1e-4)
-
-
-@all_head_dims
-@every_option
-def test_inverse_transform_undoes_transform(statistics, codec_of, config, head_dim):
-    stats = statistics[head_dim]
-    codec = codec_of(config, head_dim)
-    keys, values = keys_and_values(stats, 0)
-    again = codec.inverse_transform(0, *codec.transform(0, keys, values))
-    for actual, expected in zip(again, (keys, values), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_distortion_of_a_unit_gaussian():
-    """Method of the paper: 8 levels leave 0.0345 of the variance, one sign and one magnitude bring it to 0.0123."""
-    rng = np.random.default_rng(0)
-    shape = (1, 1, 3000, 32)
-    stats = statistics_of(rng.standard_normal(shape), rng.standard_normal(shape))
-    codec = fitted(PAPER, stats)
-    # Midpoints in probability, in a random order: no sampling noise in their mean squares.
-    grid = ndtri((np.arange(96_000) + 0.5) / 96_000)
-    fresh = torch.from_numpy(np.stack([rng.permutation(grid) for _ in range(2)]).astype(np.float32)).view(2, *shape)
-    for x, x_hat in zip(fresh, codec.decode(0, codec.encode(0, *fresh)), strict=True):
-        assert (x - x_hat).square().mean().item() == pytest.approx(0.0123, abs=5e-4)
+    for layer in range(LAYERS):
+        keys, values = keys_and_values(statistics[head_dim], layer, tokens=11)
+        stored_keys, stored_values = codec.transform(layer, keys, values)
+        mapped, offset = mapped_query(codec, layer, query)
+        scores = mapped.double() @ stored_keys.double().transpose(2, 3) + offset
+        expected = query.double() @ keys.double().transpose(2, 3)
+        sizes = query.double().norm(dim=-1)[..., None] * keys.double().norm(dim=-1)[..., None, :]
+        assert ((scores - expected).abs() / sizes).max() < 1e-4
+        output = codec.unmap_output(layer, weights @ stored_values)
+        torch.testing.assert_close(output, weights @ values, rtol=1e-4, atol=1e-4)
+        again = codec.inverse_transform(layer, stored_keys, stored_values)
+        for actual, given in zip(again, (keys, values), strict=True):
+            torch.testing.assert_close(actual, given, rtol=1e-4, atol=1e-4)
 
 
 def test_step_and_distortion_of_three_bits_and_a_sign():
@@ -372,14 +330,13 @@ def test_heads_that_cannot_be_packed():
         fitted(PAPER, stats)
 
 
-@every_option
-def test_fitting_and_encoding_are_deterministic(statistics, config):
+def test_fitting_and_encoding_are_deterministic(statistics):
     stats = statistics[64]
     keys, values = keys_and_values(stats, 1, tokens=33)
     codecs = []
     for threads in (1, 2, 1):
         with threadpool_limits(threads):
-            codecs.append(fitted(config, stats))
+            codecs.append(fitted(PAPER, stats))
     first, *others = codecs
     packed = first.encode(1, keys, values)
     for codec in others:

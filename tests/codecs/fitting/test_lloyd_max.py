@@ -17,7 +17,6 @@ from sklearn.exceptions import ConvergenceWarning
 from esm_turbo.codecs.fitting import lloyd_max as module
 from esm_turbo.codecs.fitting.lloyd_max import (
     Magnitudes,
-    _ascending,
     _lloyd,
     _PrefixSums,
     _run_starts,
@@ -25,8 +24,10 @@ from esm_turbo.codecs.fitting.lloyd_max import (
     pooled_uniform_quantizer,
     uniform_quantizer,
 )
-from tests.helpers.gaussian import gaussian_lloyd_max
 
+# Distortions of the best quantisers of a unit Gaussian by levels, and the levels of eight (Max 1960, table I).
+GAUSSIAN_DISTORTIONS = {1: 1.0, 2: 0.3634, 4: 0.1175, 8: 0.03454, 16: 0.009497, 32: 0.002499}
+EIGHT_LEVELS = np.array([-2.152, -1.344, -0.7560, -0.2451, 0.2451, 0.7560, 1.344, 2.152])
 # A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
 GAUSSIAN_GRID = ndtri((np.arange(200_000) + 0.5) / 200_000)
 
@@ -54,7 +55,7 @@ HARD_SAMPLES = hard_samples()
 
 
 def mean_squared_error(x, levels, weights=None):
-    x = np.ravel(x).astype(np.float64)
+    x, weights = np.ravel(x).astype(np.float64), None if weights is None else np.ravel(weights)
     middles = 0.5 * levels[1:] + 0.5 * levels[:-1]
     return np.average(np.square(x - levels[np.searchsorted(middles, x)]), weights=weights)
 
@@ -99,35 +100,34 @@ def test_small_samples_are_solved_exactly(values, levels):
     assert lloyd_max(x, levels).distortion == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("bits", range(7))
-def test_large_gaussian_sample_gives_the_gaussian_quantiser(bits):
-    expected, found = gaussian_lloyd_max(2**bits), lloyd_max(GAUSSIAN_GRID, 2**bits)
-    np.testing.assert_allclose(found.levels, expected.levels, atol=0.03)
-    assert found.distortion == pytest.approx(expected.distortion, rel=3e-3)
+@pytest.mark.parametrize("levels", GAUSSIAN_DISTORTIONS)
+def test_large_gaussian_sample_gives_the_gaussian_quantiser(levels):
+    found = lloyd_max(GAUSSIAN_GRID, levels)
+    assert found.distortion == pytest.approx(GAUSSIAN_DISTORTIONS[levels], rel=3e-3)
+    if levels == 8:
+        np.testing.assert_allclose(found.levels, EIGHT_LEVELS, atol=0.03)
 
 
-def test_random_gaussian_sample():
-    x = np.random.default_rng(0).standard_normal(200_000)
-    found = lloyd_max(x, 8)
-    np.testing.assert_allclose(found.levels, gaussian_lloyd_max(8).levels, atol=0.04)
-    assert found.distortion == pytest.approx(0.034548, rel=0.02)
+both = pytest.mark.parametrize("quantise", [lloyd_max, uniform_quantizer])
 
 
+@both
 @pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
-def test_order_does_not_matter(x):
+def test_order_and_shape_do_not_matter(quantise, x):
     weights = np.random.default_rng(1).integers(1, 5, len(x)) / 3
     order = np.random.default_rng(2).permutation(len(x))
-    for given_weights, shuffled_weights in ((None, None), (weights, weights[order])):
-        first, second = lloyd_max(x, 8, given_weights), lloyd_max(x[order], 8, shuffled_weights)
-        np.testing.assert_array_equal(first.levels, second.levels)
+    for given_weights, shuffled_weights in ((None, None), (weights, weights[order][None])):
+        first, second = quantise(x, 8, given_weights), quantise(x[order][None], 8, shuffled_weights)
+        np.testing.assert_array_equal(first[0], second[0])
 
 
+@both
 @pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
 @pytest.mark.parametrize("levels", [2, 8, 64])
-def test_scale_equivariance(factor, levels):
+def test_scale_equivariance(quantise, factor, levels):
     x = HARD_SAMPLES["student, 2 degrees"]
-    unit, scaled = lloyd_max(x, levels), lloyd_max(factor * x, levels)
-    np.testing.assert_allclose(scaled.levels, factor * unit.levels, rtol=1e-6, atol=1e-9 * factor)
+    unit, scaled = quantise(x, levels), quantise(factor * x, levels)
+    np.testing.assert_allclose(scaled[0], factor * unit[0], rtol=1e-6, atol=1e-9 * factor)
     assert scaled.distortion == pytest.approx(factor * factor * unit.distortion, rel=1e-6)
 
 
@@ -147,11 +147,11 @@ def test_largest_numbers_do_not_overflow():
     np.testing.assert_allclose(levels, [-1.65e308, 1.65e308], rtol=1e-12)
 
 
+@both
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
-def test_dtypes(dtype):
-    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype).reshape(40, -1)
-    narrow, wide = lloyd_max(x, 8), lloyd_max(x.astype(np.float64), 8)
-    np.testing.assert_array_equal(narrow.levels, wide.levels)
+def test_dtypes(quantise, dtype):
+    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype)
+    np.testing.assert_array_equal(quantise(x, 8)[0], quantise(x.astype(np.float64), 8)[0])
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3, 8])
@@ -201,13 +201,6 @@ def test_any_sample_gives_a_sound_quantiser(values, levels, random):
     np.testing.assert_array_equal(lloyd_max(values, levels).levels, quantiser.levels)
 
 
-def test_more_levels_are_never_worse():
-    x = HARD_SAMPLES["planted x60"]
-    distortions = [lloyd_max(x, levels).distortion for levels in range(1, 40)]
-    assert (np.diff(distortions) < 0).all()
-    assert distortions[0] == pytest.approx(x.var(), rel=1e-12)
-
-
 def test_a_level_that_loses_its_samples_is_used_elsewhere():
     # The middle cell of the start holds 0 and 10, which are nearer to -1 and 11 than to their mean.
     x = np.array([-1.0, -1.0, 0.0, 10.0, 11.0, 11.0, 12.0])
@@ -216,28 +209,24 @@ def test_a_level_that_loses_its_samples_is_used_elsewhere():
     assert mean_squared_error(x, levels) == pytest.approx(mean_squared_error(x, lloyd_max(x, 3).levels))
 
 
-def test_whole_weights_are_repeats():
+@pytest.mark.parametrize(
+    ("quantise", "atol", "rel"), [(lloyd_max, 5e-3, 1e-3), (uniform_quantizer, 1e-9, 1e-9)], ids=["best", "even"]
+)
+def test_whole_weights_are_repeats(quantise, atol, rel):
     rng = np.random.default_rng(3)
     x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
-    weighted, repeated = lloyd_max(x, 8, weights=repeats), lloyd_max(np.repeat(x, repeats), 8)
-    np.testing.assert_allclose(weighted.levels, repeated.levels, atol=5e-3)
-    assert weighted.distortion == pytest.approx(repeated.distortion, rel=1e-3)
+    repeated = quantise(np.repeat(x, repeats), 8)
+    for scale in (1, 1e-300, 1e300):
+        weighted = quantise(x, 8, weights=scale * repeats)
+        np.testing.assert_allclose(weighted[0], repeated[0], atol=atol)
+        assert weighted.distortion == pytest.approx(repeated.distortion, rel=rel)
 
 
 def test_density_as_weights():
     x = np.linspace(-8, 8, 20_001)
     quantiser = lloyd_max(x, 8, weights=norm.pdf(x))
-    np.testing.assert_allclose(quantiser.levels, gaussian_lloyd_max(8).levels, atol=5e-3)
+    np.testing.assert_allclose(quantiser.levels, EIGHT_LEVELS, atol=5e-3)
     assert quantiser.distortion == pytest.approx(0.034548, abs=1e-5)
-
-
-@pytest.mark.parametrize("scale", [1e-300, 1e300])
-def test_only_the_ratios_of_weights_count(scale):
-    x = HARD_SAMPLES["laplace"][:500]
-    weights = np.random.default_rng(4).random(500)
-    np.testing.assert_allclose(
-        lloyd_max(x, 4, weights=scale * weights).levels, lloyd_max(x, 4, weights=weights).levels, rtol=1e-9
-    )
 
 
 @pytest.mark.parametrize("small", [1e-30, 1e-14, 3e-15])
@@ -282,7 +271,6 @@ def test_even_gaussian_levels_by_quadrature(levels):
     assert found.distortion == pytest.approx(distortion(found.step), rel=1e-8)
     for other in (0.97, 1.03):
         assert distortion(other * found.step) > found.distortion
-    assert found.distortion >= gaussian_lloyd_max(levels).distortion - 1e-12
 
 
 @pytest.mark.parametrize("levels", [2, 4, 8, 16, 64])
@@ -290,13 +278,6 @@ def test_large_gaussian_sample_gives_the_gaussian_step(levels):
     expected, found = gaussian_uniform(levels), uniform_quantizer(GAUSSIAN_GRID, levels)
     assert found.step == pytest.approx(expected.step, rel=5e-3)
     assert found.distortion == pytest.approx(expected.distortion, rel=3e-3)
-
-
-@pytest.mark.parametrize("levels", [2, 16, 256])
-def test_even_levels_of_a_uniform_sample_fill_its_range(levels):
-    found = uniform_quantizer(np.linspace(-1, 1, 100_001), levels)
-    assert found.step == pytest.approx(2 / levels, rel=1e-2)
-    assert found.distortion == pytest.approx((2 / levels) ** 2 / 12, rel=5e-2)
 
 
 @pytest.mark.parametrize("levels", [2, 8, 16, 256])
@@ -337,36 +318,12 @@ def test_even_levels_of_literal_numbers():
     assert uniform_quantizer([1.0, -3.0], 2, weights=[3.0, 1.0]) == pytest.approx((3.0, 0.75))
 
 
-@pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
-@pytest.mark.parametrize("levels", [2, 8, 64])
-def test_even_levels_scale(factor, levels):
-    x = HARD_SAMPLES["laplace"]
-    unit, scaled = uniform_quantizer(x, levels), uniform_quantizer(factor * x, levels)
-    assert scaled.step == pytest.approx(factor * unit.step, rel=1e-6)
-    assert scaled.distortion == pytest.approx(factor * factor * unit.distortion, rel=1e-6)
-
-
-@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
-def test_even_levels_see_neither_signs_nor_order(x):
-    weights = np.random.default_rng(1).integers(1, 5, len(x)) / 3
-    order = np.random.default_rng(2).permutation(len(x))
-    assert uniform_quantizer(x, 8) == uniform_quantizer(-x[order][None], 8)
-    assert uniform_quantizer(x, 8, weights) == uniform_quantizer(np.abs(x)[order], 8, weights[order])
-
-
-def test_even_levels_of_whole_weights_are_those_of_repeats():
-    rng = np.random.default_rng(3)
-    x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
-    weighted, repeated = uniform_quantizer(x, 8, weights=repeats), uniform_quantizer(np.repeat(x, repeats), 8)
-    assert weighted == pytest.approx(repeated, rel=1e-9)
-    assert uniform_quantizer(x, 8, weights=1e300 * repeats) == pytest.approx(repeated, rel=1e-9)
-
-
 @pytest.mark.parametrize("levels", [2, 8, 256])
 @pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
 def test_pooled_parts_give_the_levels_of_the_whole(x, levels):
+    """Signs do not matter."""
     weights = np.random.default_rng(1).uniform(0.1, 5, len(x))
-    whole = uniform_quantizer(np.append(x, np.zeros(10)), levels, np.append(weights, np.ones(10)))
+    whole = uniform_quantizer(np.append(-x, np.zeros(10)), levels, np.append(weights, np.ones(10)))
     cuts = [len(x) // 7, len(x) // 2]
     parts = [Magnitudes(*part) for part in zip(np.split(x, cuts), np.split(weights, cuts), strict=True)]
     pooled = pooled_uniform_quantizer([parts[1], Magnitudes(np.zeros(10)), parts[2], parts[0]], levels)
@@ -374,81 +331,35 @@ def test_pooled_parts_give_the_levels_of_the_whole(x, levels):
     assert pooled.distortion == pytest.approx(whole.distortion, rel=1e-9)
 
 
-def test_pooled_parts_that_are_all_zero():
-    with pytest.raises(ValueError, match="all zero"):
-        pooled_uniform_quantizer([Magnitudes(np.zeros(3)), Magnitudes([0])], 4)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=1).filter(lambda x: any(w for _, w in x)))
-def test_equal_samples_are_in_order_of_their_weights(pairs):
-    x, w = np.array(pairs, dtype=np.float64).T
-    order = np.lexsort((w, x))
-    order = order[w[order] > 0]
-    ascending, weights = _ascending(x, w)
-    np.testing.assert_array_equal(ascending, x[order])
-    np.testing.assert_array_equal(weights, w[order] / w.max())
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
-def test_even_levels_of_any_dtype(dtype):
-    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype)
-    assert uniform_quantizer(x, 8) == uniform_quantizer(x.astype(np.float64), 8)
-
-
 @pytest.mark.parametrize("levels", [0, -2, 258, 2.5, 1, 3, 255])
-def test_bad_even_levels(levels):
-    match = "`levels` must be even" if levels in (1, 3, 255) else "`levels` must be one of 1 to 256"
-    for call in (lambda: gaussian_uniform(levels), lambda: uniform_quantizer([1.0, 2.0], levels)):
+def test_bad_numbers_of_levels(levels):
+    calls = [lambda: gaussian_uniform(levels), lambda: uniform_quantizer([1.0, 2.0], levels)]
+    match = "`levels` must be even"
+    if levels not in (1, 3, 255):
+        match = "`levels` must be one of 1 to 256"
+        calls.append(lambda: lloyd_max([1.0, 2.0], levels))
+    for call in calls:
         with pytest.raises(ValueError, match=match):
             call()
 
 
-def test_bad_samples_for_even_levels():
-    with pytest.raises(ValueError, match="empty"):
-        uniform_quantizer([], 8)
-    with pytest.raises(ValueError, match="1 values that are NaN or infinite"):
-        uniform_quantizer([1.0, np.nan], 8)
+@both
+@pytest.mark.parametrize(
+    ("samples", "weights", "message"),
+    [
+        ([], None, "empty"),
+        ([0.0, np.nan, 1.0, -np.inf], None, "2 values that are NaN or infinite"),
+        *(([*x, x[0]], None, "real numbers") for x in ([1j], ["a"], [True])),
+        *(([0.0, 1.0], w, "finite and non-negative") for w in ([1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0])),
+        ([0.0, 1.0], [1.0, 1.0, 1.0], "shape"),
+    ],
+)
+def test_bad_samples_and_weights(quantise, samples, weights, message):
+    with pytest.raises(ValueError, match=message):
+        quantise(samples, 8, weights)
+
+
+@pytest.mark.parametrize(("samples", "weights"), [(np.zeros(5), None), ([0.0, 1.0], [1.0, 0.0])])
+def test_no_step_is_best_for_zeros(samples, weights):
     with pytest.raises(ValueError, match="all zero"):
-        uniform_quantizer(np.zeros(5), 8)
-    with pytest.raises(ValueError, match="all zero"):
-        uniform_quantizer([0.0, 1.0], 8, weights=[1.0, 0.0])
-    for x in ([1j, 2j], ["a"], [True, False]):
-        with pytest.raises(ValueError, match="real numbers"):
-            uniform_quantizer(x, 2)
-    for weights in ([1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]):
-        with pytest.raises(ValueError, match="finite and non-negative"):
-            uniform_quantizer([0.0, 1.0], 2, weights=weights)
-    with pytest.raises(ValueError, match="shape"):
-        uniform_quantizer([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize("levels", [0, -1, 257, 2.5])
-def test_bad_levels(levels):
-    with pytest.raises(ValueError, match="`levels` must be one of 1 to 256"):
-        lloyd_max([1.0, 2.0], levels)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_not_finite(bad):
-    with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
-        lloyd_max([0.0, bad, 1.0, bad], 2)
-
-
-def test_bad_samples():
-    with pytest.raises(ValueError, match="empty"):
-        lloyd_max([], 8)
-    for x in ([1j, 2j], ["a"], [True, False]):
-        with pytest.raises(ValueError, match="real numbers"):
-            lloyd_max(x, 2)
-
-
-@pytest.mark.parametrize("weights", [[1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]])
-def test_bad_weights(weights):
-    with pytest.raises(ValueError, match="finite and non-negative"):
-        lloyd_max([0.0, 1.0], 2, weights=weights)
-
-
-def test_weights_of_another_shape():
-    with pytest.raises(ValueError, match="shape"):
-        lloyd_max([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])
+        uniform_quantizer(samples, 8, weights)

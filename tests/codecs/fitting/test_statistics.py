@@ -39,26 +39,6 @@ def test_merged_moments_are_those_of_all_vectors(parts):
     assert_same(merged, moments_of(np.concatenate(parts)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(VECTORS, VECTORS, VECTORS)
-def test_merging_is_commutative_and_associative(a, b, c):
-    a, b, c = map(moments_of, (a, b, c))
-    assert_same(a.merge(b), b.merge(a))
-    assert_same(a.merge(b).merge(c), a.merge(b.merge(c)))
-
-
-def test_empty_moments_change_nothing():
-    x = moments_of(np.random.default_rng(0).standard_normal((7, 2, 3)))
-    empty = Moments.empty(2, 3)
-    for merged in (x.merge(empty), empty.merge(x)):
-        assert merged.count == 7
-        np.testing.assert_array_equal(merged.mean, x.mean)
-        np.testing.assert_array_equal(merged.covariance, x.covariance)
-    nothing = empty.merge(empty)
-    assert nothing.count == 0
-    assert not nothing.second_moment.any()
-
-
 def test_large_means_do_not_cost_the_variance_its_digits():
     rng = np.random.default_rng(1)
     x = 1e6 + rng.standard_normal((1000, 1, 4))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.peers.jl import orthogonal_gain
-from tests.helpers.peer_codecs import assert_unbiased_scores, make_codec, normal, relative_mse, stored_scores
+from tests.helpers.peer_codecs import assert_unbiased_scores, make_codec, normal
 
 
 @pytest.mark.parametrize("preset", ["qjl", "qjl_outliers"])
@@ -66,15 +66,3 @@ def test_outlier_scores_are_those_of_the_authors_program(
             expected = plain_scores(query[0, head], keys[0, head], rows, signs[layer], outliers)
             # Norms are of bfloat16.
             torch.testing.assert_close(found[0, head].double(), expected, rtol=0.01, atol=0.01 * float(expected.std()))
-
-
-def test_outliers_do_not_drown_the_other_channels() -> None:
-    """The noise of a sketch grows with the norm of all that it sketches."""
-    loud = torch.where(torch.arange(64) % 32 == 5, 10.0, 1.0)
-    keys, query = normal(1, 2, 64, 64) * loud, normal(1, 2, 8, 64, seed=1) / loud
-    errors = {}
-    for preset in ("qjl", "qjl_outliers"):
-        codec = make_codec(preset, 64)
-        errors[preset] = relative_mse(query @ keys.mT, stored_scores(codec, query, codec.encode(0, keys, keys)))
-    assert errors["qjl"] > 1.0
-    assert errors["qjl_outliers"] < 0.4
