@@ -10,45 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
+from transformers import EsmcForMaskedLM, EsmcModel
 
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
-from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.model.projections import stacked_weight
-from esm_turbo.model.sessions import KVSession
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
-from tests.helpers import torch_encoder
-from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
-from tests.helpers.packed import packed_tokens, plan_with
+from tests.helpers.models import (
+    EOS,
+    MASK,
+    assert_same_output,
+    cast,
+    make_calibration,
+    make_esm,
+    make_esmc,
+    random_ids,
+    relative_error,
+)
+from tests.helpers.packed import Recorder, run_packed
 
 # Heads of the three published models, all of 64 components.
 GEOMETRIES = {"300M": 15, "600M": 18, "6B": 40}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TURBO = ("turbo4", "turbo3", "turbo2", "turbo1")
-
-
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """To a dtype, with rotary frequencies in float32 as those of a loaded checkpoint."""
-    frequencies = model.esmc.rotary_emb.inv_freq.float()
-    model = model.to(dtype)
-    model.esmc.rotary_emb.inv_freq = frequencies
-    return model
-
-
-def assert_same_output(ours: object, theirs: object) -> None:
-    """Bit for bit, in all that Hugging Face's output holds."""
-    for name in theirs:
-        mine, other = getattr(ours, name), theirs[name]
-        if isinstance(other, tuple):
-            assert len(mine) == len(other)
-            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), name
-        else:
-            assert torch.equal(mine, other), name
-
-
-def relative_error(one: Tensor, other: Tensor) -> float:
-    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
 
 
 @torch.no_grad()
@@ -200,22 +184,13 @@ def test_the_packed_encoder_computes_the_same(lengths: list[int]) -> None:
     hf = make_esmc(layers=3)
     ours = TurboEsmcModel.from_esm(hf.esmc, preset="exact")
     ids, mask = random_ids(lengths, masks=0)
-    packing = Packing.of(lengths, ids.shape[1], ids.device)
-    recorded: list[Tensor] = []
-
-    class Recorder(KVSession):
-        def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-            recorded.append(keys)
-
-    attend = attention_of_rows(packing, torch_encoder, plan_with(Recorder()))
-    embeddings = packing.pack(ours.embed(ids, mask.bool(), None))
-    tokens = packed_tokens(embeddings, packing.positions, ours.rotary_frequencies, attend, range(3))
-    last, states = ours.run_packed(tokens, torch_encoder)
+    recorder = Recorder()
+    packing, last, states = run_packed(ours, ids, mask, session=recorder, layers=range(3))
     expected = hf.esmc(ids, mask, output_hidden_states=True).hidden_states
     for found, other in zip([*states.values(), last], expected, strict=True):
         assert (packing.unpack(found) - other)[mask.bool()].abs().max() <= 2e-5
     kept = ours(ids, mask, use_cache=True).past_key_values.layers
-    for keys, layer in zip(recorded, kept, strict=True):
+    for (keys, _), layer in zip(recorder.seen, kept, strict=True):
         differs = (keys - layer.packed["keys"]).transpose(1, 2)[mask.bool()]
         assert differs.abs().max() <= 2e-5
     # The library's weights are views of the stacked ones now: nothing has changed.

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
@@ -22,7 +20,6 @@ from esm_turbo.evaluate.precision import choose_products
 from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.files.identity import exact_identity
 from esm_turbo.files.quality import EightBits
-from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.model.precision import (
     PRODUCTS,
     Product,
@@ -33,29 +30,15 @@ from esm_turbo.model.precision import (
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.ops.float8 import Float8Linear
 from esm_turbo.proteins.fasta import read_fasta_strict
-from tests.helpers import torch_encoder
 from tests.helpers.e1 import make_e1
-from tests.helpers.models import ESMC_MINI, make_esm, make_esmc, random_ids
-from tests.helpers.packed import packed_tokens, plan_with
+from tests.helpers.models import ESMC_MINI, make_esm, make_esmc, random_ids, relative_error
+from tests.helpers.packed import run_packed
 
 LENGTHS = [17, 5, 30, 1]
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "ESM-2": lambda: TurboEsmForMaskedLM.from_esm(make_esm(layers=3), preset="exact"),
     "ESM-C": lambda: TurboEsmcForMaskedLM.from_esm(make_esmc(layers=3), preset="exact"),
 }
-
-
-def packed_states(model: PreTrainedModel, ids: Tensor, mask: Tensor, ops: ModuleType = torch_encoder) -> Tensor:
-    encoder = model.base_model
-    packing = Packing.of(mask.sum(1).tolist(), ids.shape[1], ids.device)
-    embeddings = packing.pack(encoder.embed(ids, mask.bool(), None))
-    attend = attention_of_rows(packing, ops, plan_with(None))
-    tokens = packed_tokens(embeddings, packing.positions, encoder.rotary_frequencies, attend)
-    return encoder.run_packed(tokens, ops)[0]
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def quantized_products(model: Any) -> list[Product]:
@@ -77,7 +60,7 @@ def test_packed_rows_are_those_of_the_library(family: str, keep: list[tuple[int,
     before = model.base_model(ids, mask).last_hidden_state[mask.bool()]
     quantize_products(model, keep)
     expected = model.base_model(ids, mask).last_hidden_state[mask.bool()]
-    found = packed_states(model, ids, mask)
+    _, found, _ = run_packed(model.base_model, ids, mask)
     assert quantized_products(model) == [(i, name) for i in range(3) for name in PRODUCTS if (i, name) not in keep]
     # Rounded to bfloat16 in between, the two differ, and some numbers then have neighbouring codes.
     assert relative_error(found, expected) < 0.75 * relative_error(expected, before) < 0.15
@@ -101,7 +84,7 @@ def test_accuracy_of_trained_models(minis: dict[str, TurboEsm], name: str) -> No
     exact = turbo.model(ids, mask, output_hidden_states=True)
     model = copy.deepcopy(turbo.model).bfloat16()
     quantize_products(model)
-    packed = packed_states(model, ids, mask)
+    _, packed, _ = run_packed(model.base_model, ids, mask)
     by_library = model.base_model(ids, mask).last_hidden_state[mask.bool()]
     expected = turbo.model.base_model(ids, mask).last_hidden_state[mask.bool()]
     log_p = exact.logits[mask.bool()].log_softmax(-1)
@@ -143,10 +126,10 @@ def test_a_change_of_an_eight_bit_weight_is_noticed() -> None:
     quantize_products(model)
     encoder = model.base_model
     ids, mask = random_ids(LENGTHS, masks=0)
-    before, states = exact_identity(encoder).digest, packed_states(model, ids, mask)
+    before, states = exact_identity(encoder).digest, run_packed(encoder, ids, mask)[1]
     encoder.encoder.layer[1].output.dense.scales.mul_(2)
     assert exact_identity(encoder).digest != before
-    assert not torch.equal(packed_states(model, ids, mask), states)
+    assert not torch.equal(run_packed(encoder, ids, mask)[1], states)
 
 
 def test_what_cannot_be_done_with_it(tmp_path: Path) -> None:

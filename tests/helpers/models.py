@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,32 @@ def assert_same_states(one: Tensor, other: Tensor, config: EsmConfig) -> None:
     """States or logits of two float32 runs: apart by rounding, absolute below 1 and relative above."""
     assert one.shape == other.shape
     assert ((one - other).abs() <= 2 * rounding(config) * other.abs().clamp_min(1)).all()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square error relative to the root mean square."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def assert_same_output(ours: object, theirs: Mapping[str, Any]) -> None:
+    """Bit for bit, in all that an output of Hugging Face's holds."""
+    for name in theirs:
+        mine, other = getattr(ours, name), theirs[name]
+        if isinstance(other, tuple):
+            assert len(mine) == len(other)
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), name
+        else:
+            assert torch.equal(mine, other), name
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """To a dtype, with rotary frequencies in float32 as those of a loaded checkpoint."""
+    encoder = model.base_model
+    rotary = encoder.rotary_emb if hasattr(encoder, "rotary_emb") else encoder.rotary_embeddings
+    frequencies = rotary.inv_freq.float()
+    model = model.to(dtype)
+    rotary.inv_freq = frequencies
+    return model
 
 
 def make_esm(*, seed: int = 0, attn_implementation: str = "sdpa", **config: object) -> EsmForMaskedLM:

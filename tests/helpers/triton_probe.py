@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from esm_turbo.ops.kernels import operands
 from esm_turbo.ops.kernels.operands import (
     key_operand,
     load_key_slab,
@@ -47,16 +46,6 @@ def _show_operand(
         words = load_value_slab(slab_ptr, 0, 0, T, slab_of(SLABS, 0))
         operand = value_operand(words, table_ptr, table, T, slab_of(SLABS, 0), DTYPE, ASM)  # [T, size]
         tl.store(out_ptr + token_at(tl.arange(0, T))[:, None] * size + index[None, :], operand.to(tl.float32))
-
-
-@triton.jit
-def _prefetch(slab_ptr, first, end, COUNT: tl.constexpr, SLABS: tl.constexpr):
-    operands.prefetch((slab_ptr,), 0, first, end, COUNT, SLABS, True)
-
-
-def prefetch(spec: SlabSpec, words: Tensor, first: int, end: int, count: int) -> None:
-    """Prefetches `count` columns of a slab from column `first`, which must not go beyond `end`."""
-    _prefetch[(1,)](words, first, end, COUNT=count, SLABS=(spec,), num_warps=1)
 
 
 def operand(

@@ -112,43 +112,44 @@ def test_its_caches_and_calibration_are_its_own(
     assert torch.equal(logits_of(merged.model, merged.tokenizer), logits_of(again.model, again.tokenizer))
 
 
+def with_config(**fields: object) -> Callable[[Path], object]:
+    """Changes fields of an adapter's configuration."""
+
+    def change(folder: Path) -> None:
+        path = folder / CONFIG_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+NOT_ADDED = "the adapter cannot be added to its base model: "
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "PREFIX_TUNING"}, "adapters of type PREFIX_TUNING are not supported, only LORA"),
-        ({"base_model_name_or_path": None}, "names no base model"),
-        ({"base_model_name_or_path": "/no/such/folder"}, "/no/such/folder"),
-        ({"target_modules": ["query"]}, "the adapter does not fit its base model, which has no place for"),
-        ({"r": 8}, "the adapter cannot be added to its base model: "),
+        (with_config(peft_type="PREFIX_TUNING"), "adapters of type PREFIX_TUNING are not supported, only LORA"),
+        (with_config(base_model_name_or_path=None), "names no base model"),
+        (with_config(base_model_name_or_path="/no/such/folder"), "/no/such/folder"),
+        (with_config(target_modules=["query"]), "the adapter does not fit its base model, which has no place for"),
+        (with_config(r=8), NOT_ADDED),
+        (with_config(r="x"), NOT_ADDED),
+        (with_config(target_modules=5), NOT_ADDED),
+        (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"1234"), NOT_ADDED),
+        (
+            lambda folder: (folder / WEIGHTS_FILE).unlink(),
+            "lacks adapter_model.safetensors; save the adapter as safetensors",
+        ),
+        (lambda folder: (folder / CONFIG_FILE).write_text("{"), "adapter_config.json is damaged or lacks an entry"),
     ],
 )
-def test_adapters_that_do_not_fit(
-    adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path, change: dict[str, object], message: str
+def test_adapters_that_do_not_fit_or_are_damaged(
+    adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path, change: Callable[[Path], object], message: str
 ) -> None:
     folder = tmp_path / "lora"
     shutil.copytree(adapter[0], folder)
-    (folder / CONFIG_FILE).write_text(json.dumps(json.loads((folder / CONFIG_FILE).read_text()) | change))
+    change(folder)
     with pytest.raises(ValueError, match=message):
-        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
-
-
-def test_damaged_adapters(adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path) -> None:
-    folder = tmp_path / "lora"
-    shutil.copytree(adapter[0], folder)
-    whole = (folder / CONFIG_FILE).read_text()
-    for field in ({"r": "x"}, {"target_modules": 5}):
-        (folder / CONFIG_FILE).write_text(json.dumps(json.loads(whole) | field))
-        with pytest.raises(ValueError, match="the adapter cannot be added to its base model"):
-            TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
-    (folder / CONFIG_FILE).write_text(whole)
-    (folder / WEIGHTS_FILE).write_bytes(b"1234")
-    with pytest.raises(ValueError, match="the adapter cannot be added to its base model"):
-        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
-    (folder / WEIGHTS_FILE).unlink()
-    with pytest.raises(ValueError, match=r"lacks adapter_model.safetensors; save the adapter as safetensors"):
-        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
-    (folder / CONFIG_FILE).write_text("{")
-    with pytest.raises(ValueError, match=r"adapter_config.json is damaged or lacks an entry"):
         TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
 
 

@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,42 +20,17 @@ from transformers.modeling_outputs import MaskedLMOutput
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.model import executor
 from esm_turbo.model.packed_encoder import packed_encoder
-from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
+from esm_turbo.model.packing import Packing, attention_to_cache
 from esm_turbo.model.plain import plain_addresses
 from esm_turbo.model.plan import PackedTokens
-from esm_turbo.model.sessions import Extension, KVSession
+from esm_turbo.model.sessions import Extension
 from tests.helpers import torch_encoder
 from tests.helpers.models import random_ids
-from tests.helpers.packed import packed_tokens, plan_with
+from tests.helpers.packed import Recorder, packed_tokens, plan_with, run_packed
 
 LENGTHS = [17, 5, 30, 1]
 # Both sum in float32, in other orders.
 TOLERANCE = 2e-5
-
-
-class Recorder(KVSession):
-    def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        assert layer_idx == len(self.seen)
-        self.seen.append((keys.clone(), values.clone()))
-
-
-def run(
-    model: EsmForMaskedLM,
-    ids: Tensor,
-    mask: Tensor,
-    lengths: list[int],
-    session: KVSession | None = None,
-    layers: Sequence[int] = (),
-) -> tuple[Packing, tuple[Tensor, dict[int, Tensor]]]:
-    packing = Packing.of(lengths, ids.shape[1], ids.device)
-    embeddings = packing.pack(model.esm.embeddings(ids, mask))
-    inv_freq = model.esm.rotary_embeddings.inv_freq
-    attend = attention_of_rows(packing, torch_encoder, plan_with(session))
-    tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
-    return packing, packed_encoder(model.esm.encoder, tokens, torch_encoder)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
@@ -74,10 +49,12 @@ def test_packing_round_trip(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
 @torch.no_grad()
-def test_hidden_states_are_those_of_hugging_face(tiny_esm: Callable[..., EsmForMaskedLM], lengths: list[int]) -> None:
-    model = tiny_esm(layers=3)
+def test_hidden_states_are_those_of_hugging_face(
+    tiny_model: Callable[..., TurboEsmForMaskedLM], lengths: list[int]
+) -> None:
+    model = tiny_model(layers=3)
     ids, mask = random_ids(lengths, masks=0)
-    packing, (last, states) = run(model, ids, mask, lengths, layers=(0, 1, 2))
+    packing, last, states = run_packed(model.esm, ids, mask, layers=(0, 1, 2))
     expected = model.esm(ids, mask, output_hidden_states=True).hidden_states
     for layer, found in {**states, 3: last}.items():
         assert (packing.unpack(found) - expected[layer])[mask.bool()].abs().max() <= TOLERANCE
@@ -88,7 +65,7 @@ def test_the_session_sees_keys_and_values(tiny_model: Callable[..., TurboEsmForM
     model = tiny_model()
     ids, mask = random_ids(LENGTHS)
     recorder = Recorder()
-    run(model, ids, mask, LENGTHS, session=recorder)
+    run_packed(model.esm, ids, mask, session=recorder)
     cache = model(ids, mask, use_cache=True).past_key_values
     assert len(recorder.seen) == len(cache.layers)
     for (keys, values), layer in zip(recorder.seen, cache.layers, strict=True):
@@ -122,10 +99,10 @@ def test_extensions_are_those_of_hugging_face_s_modules(
 
 
 @torch.no_grad()
-def test_weights_changed_in_place_or_replaced_are_seen(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
-    model = tiny_esm()
+def test_weights_changed_in_place_or_replaced_are_seen(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    model = tiny_model()
     ids, mask = random_ids(LENGTHS)
-    _, (before, _) = run(model, ids, mask, LENGTHS)
+    _, before, _ = run_packed(model.esm, ids, mask)
     attention = model.esm.encoder.layer[0].attention.self
     for change in (
         lambda: attention.key.weight.mul_(1.5),
@@ -134,7 +111,7 @@ def test_weights_changed_in_place_or_replaced_are_seen(tiny_esm: Callable[..., E
         lambda: setattr(attention.value, "weight", nn.Parameter(torch.randn(64, 64))),
     ):
         change()
-        packing, (after, _) = run(model, ids, mask, LENGTHS)
+        packing, after, _ = run_packed(model.esm, ids, mask)
         assert (after - before).abs().max() > 100 * TOLERANCE
         expected = model.esm(ids, mask).last_hidden_state
         assert (packing.unpack(after) - expected)[mask.bool()].abs().max() <= TOLERANCE

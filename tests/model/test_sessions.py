@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import EsmConfig
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
-from esm_turbo.config import DEFAULT_PRESET, Geometry
-from esm_turbo.ops import reference, torch_ops
+from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.ops import torch_ops
 from esm_turbo.ops.backends import KVBackend
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK, assert_same_states, random_ids, rounding
@@ -57,64 +53,140 @@ def prefill(model: TurboEsmForMaskedLM, ids: list[int]) -> TurboKVCache:
     return model(torch.tensor([ids]), use_cache=True).past_key_values
 
 
-@pytest.mark.parametrize("masks", [(0, 0), (3, 0), (0, 1), (4, 1)], ids=lambda m: f"{m[0]}+{m[1]} masks")
-@pytest.mark.parametrize("n", [1, 5, 40])
-def test_extension_is_the_frozen_computation(
-    exact: TurboEsm, frozen: FrozenEsm2, n: int, masks: tuple[int, int]
-) -> None:
-    context_ids, new_ids = residues(60, masks[0], cls=True), residues(n, masks[1], seed=1)
-    context = frozen.context(context_ids)
-    expected = frozen.extend(context_ids, context, new_ids)
-    with torch.no_grad():
-        ours = exact.model(torch.tensor([context_ids]), use_cache=True, output_hidden_states=True)
-        cache = ours.past_key_values
-        output = exact.model(torch.tensor([new_ids]), past_key_values=cache, output_hidden_states=True)
-    assert_equal(ours.hidden_states[-1][0], context.hidden_states[-1])
-    for mine, theirs in zip(output.hidden_states[:-1], expected.hidden_states[:-1], strict=True):
-        # Before the final norm a few components are twenty times larger than the rest.
-        assert (mine[0] - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
-    assert_equal(output.hidden_states[-1][0], expected.hidden_states[-1])
-    assert_equal(output.logits[0], expected.logits)
-    assert cache.lengths.tolist() == [60]
-    assert output.past_key_values is None
+@dataclass
+class Row:
+    """What a row has stored, by the independent computation."""
+
+    ids: list[int]
+    positions: list[int]
+    kv: list[tuple[Tensor, Tensor]]
+
+    def seen(self, columns: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [(keys[:, columns], values[:, columns]) for keys, values in self.kv]
 
 
-def test_ragged_batch(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """Contexts and extensions of different lengths, some with masks: each row as if it were alone."""
-    contexts = [residues(40, 2, 1, cls=True), residues(7, 0, 2, cls=True), residues(23, 1, 3, cls=True)]
-    news = [residues(3, 0, 4), residues(9, 2, 5), residues(1, 0, 6)]
+@dataclass(frozen=True)
+class Step:
+    """New tokens of each row: at these positions or at its next ones, some columns hidden, and some tokens stored."""
+
+    new: list[list[int]]
+    positions: list[list[int]] | None = None
+    hidden: list[tuple[int, ...]] | None = None
+    keep: list[list[int]] | None = None
+
+
+CASES: dict[str, tuple[list[list[int]], list[Step]]] = {
+    **{
+        f"{n} new tokens, {masks[0]}+{masks[1]} masks": (
+            [residues(60, masks[0], cls=True)],
+            [Step([residues(n, masks[1], seed=1)])],
+        )
+        for n, masks in ((1, (0, 0)), (1, (4, 0)), (5, (3, 1)), (40, (0, 0)), (40, (4, 1)))
+    },
+    "ragged": (
+        [residues(40, 2, 1, cls=True), residues(7, 0, 2, cls=True), residues(23, 1, 3, cls=True)],
+        [Step([residues(3, 0, 4), residues(9, 2, 5), residues(1, 0, 6)])],
+    ),
+    # Residues inside the context, of which one is a mask that no longer counts, are hidden, and others run there.
+    **{
+        f"in place of {replaced}": (
+            [[MASK if column == replaced[-1] else x for column, x in enumerate(residues(60, 1, cls=True))]],
+            [Step([residues(len(replaced), seed=1)], [list(replaced)], [replaced])],
+        )
+        for replaced in ((1,), (20,), (59,), (3, 30, 31))
+    },
+    # Tokens appended with positions keep them, and the next ones follow the last.
+    "a gap": (
+        [residues(12, cls=True)],
+        [Step([residues(3, seed=1)], [[50, 51, 52]], keep=[[0, 1, 2]]), Step([residues(2, seed=2)])],
+    ),
+    "a context of all rows, a mask of each": (
+        [residues(25, 1, cls=True)],
+        [
+            Step(
+                [*(residues(3, 0, seed) for seed in (1, 2, 3)), residues(3, 1, 4)],
+                hidden=[(), (4,), (0, 24), tuple(range(1, 20))],
+            )
+        ],
+    ),
+    # The second step sees the frozen states of the first.
+    "two steps": (
+        [residues(20, 1, cls=True)],
+        [Step([residues(4, 1, seed=1)], keep=[[0, 1, 2, 3]]), Step([residues(3, seed=2)])],
+    ),
+    # Each row keeps others, at the positions at which they were computed.
+    "some tokens are kept": (
+        [residues(9, 0, 1, cls=True), residues(14, 0, 2, cls=True)],
+        [
+            Step([residues(4, 0, 3), residues(4, 0, 4)], keep=[[1, 2], [0, 3]]),
+            Step([[7], [8]], [[20], [20]]),
+            Step([residues(2, 1, 5)] * 2, keep=[[0, 1], [0]]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_extensions_are_the_frozen_computation(exact: TurboEsm, frozen: FrozenEsm2, case: str) -> None:
+    """Step by step, each row as if it were alone; what is not appended leaves the cache as it is."""
+    contexts, steps = CASES[case]
     ids, mask = exact.codes.batch(contexts)
-    new_ids, new_mask = exact.codes.batch(news)
-    with torch.no_grad():
-        cache = exact.model(ids, mask, use_cache=True).past_key_values
-        output = exact.model(new_ids, new_mask, past_key_values=cache, output_hidden_states=True)
-    assert cache.lengths.tolist() == [40, 7, 23]
-    for row, (context_ids, new) in enumerate(zip(contexts, news, strict=True)):
-        expected = frozen.extend(context_ids, frozen.context(context_ids), new)
-        assert_equal(output.hidden_states[-1][row, : len(new)], expected.hidden_states[-1])
-        assert_equal(output.logits[row, : len(new)], expected.logits)
-
-
-@pytest.mark.parametrize("replaced", [(1,), (20,), (59,), (3, 30, 31)], ids=str)
-def test_infix_replacement(exact: TurboEsm, frozen: FrozenEsm2, replaced: tuple[int, ...]) -> None:
-    """Residues inside the context are hidden, and others run at their positions."""
-    context_ids, new_ids = residues(60, 1, cls=True), residues(len(replaced), seed=1)
-    # A hidden mask does not count for token dropout.
-    context_ids[replaced[-1]] = MASK
-    context = frozen.context(context_ids)
-    expected = frozen.extend(context_ids, context, new_ids, positions=list(replaced), hidden=replaced)
-    mask = torch.ones(1, 60 + len(replaced), dtype=torch.int64)
-    mask[0, list(replaced)] = 0
-    with torch.no_grad():
+    prefilled = exact.model(ids, mask, use_cache=True, output_hidden_states=True)
+    cache, rows = prefilled.past_key_values, []
+    for index, context in enumerate(contexts):
+        run = frozen.context(context)
+        assert_equal(prefilled.hidden_states[-1][index, : len(context)], run.hidden_states[-1])
+        rows.append(Row([*context], [*range(len(context))], run.kv))
+    for step in steps:
+        new_ids, given = exact.codes.batch(step.new)
+        keep = torch.zeros_like(given, dtype=torch.bool)
+        if step.hidden is not None:
+            past = cache.valid().long().repeat(len(step.new) // len(rows), 1)
+            for index, columns in enumerate(step.hidden):
+                past[index, list(columns)] = 0
+            given = torch.cat([past, given], dim=1)
+        for index, kept in enumerate(step.keep or ()):
+            keep[index, kept] = True
         output = exact.model(
-            torch.tensor([new_ids]),
-            mask,
-            torch.tensor([replaced]),
-            past_key_values=prefill(exact.model, context_ids),
+            new_ids,
+            given,
+            None if step.positions is None else torch.tensor(step.positions),
+            past_key_values=cache,
+            use_cache=step.keep is not None,
+            append_mask=None if step.keep is None else keep,
             output_hidden_states=True,
         )
-    assert_equal(output.hidden_states[-1][0], expected.hidden_states[-1])
-    assert_equal(output.logits[0], expected.logits)
+        assert output.past_key_values is (None if step.keep is None else cache)
+        for index, new in enumerate(step.new):
+            row = rows[index % len(rows)]
+            positions = range(max(row.positions) + 1, max(row.positions) + 1 + len(new))
+            positions = [*positions] if step.positions is None else step.positions[index]
+            hidden = () if step.hidden is None else step.hidden[index]
+            seen = [column for column in range(len(row.ids)) if column not in hidden]
+            every = [row.ids[column] for column in seen] + new
+            expected = frozen.run(
+                new, positions, total_tokens=len(every), total_masks=every.count(MASK), past=row.seen(seen)
+            )
+            for mine, theirs in zip(output.hidden_states[:-1], expected.hidden_states[:-1], strict=True):
+                # Before the final norm a few components are twenty times larger than the rest.
+                assert (mine[index, : len(new)] - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
+            assert_equal(output.hidden_states[-1][index, : len(new)], expected.hidden_states[-1])
+            assert_equal(output.logits[index, : len(new)], expected.logits)
+            if step.keep is not None:
+                kept = step.keep[index]
+                row.ids += [new[i] for i in kept]
+                row.positions += [positions[i] for i in kept]
+                row.kv = [
+                    (torch.cat([old[0], own[0][:, kept]], 1), torch.cat([old[1], own[1][:, kept]], 1))
+                    for old, own in zip(row.kv, expected.kv, strict=True)
+                ]
+        assert cache.lengths.tolist() == [len(row.ids) for row in rows]
+        assert cache.next_positions.tolist() == [max(row.positions) + 1 for row in rows]
+        for index, row in enumerate(rows):
+            assert cache.token_ids[index, : len(row.ids)].tolist() == row.ids
+            if cache.positions is not None:
+                assert cache.positions[index, : len(row.ids)].tolist() == row.positions
 
 
 def test_leave_one_out_of_a_context_is_the_full_run(exact: TurboEsm) -> None:
@@ -133,102 +205,6 @@ def test_leave_one_out_of_a_context_is_the_full_run(exact: TurboEsm) -> None:
         )
     assert_same_states(one.hidden_states[-1][:, 0], full.hidden_states[-1][0], exact.model.config)
     assert_same_states(one.logits[:, 0], full.logits[0], exact.model.config)
-
-
-def test_a_gap_stays_a_gap(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """Tokens appended with positions keep them, and the next ones follow the last."""
-    context_ids, middle, last = residues(12, cls=True), residues(3, seed=1), residues(2, seed=2)
-    context = frozen.context(context_ids)
-    step = frozen.extend(context_ids, context, middle, positions=[50, 51, 52])
-    kv = [
-        (torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1))
-        for old, new in zip(context.kv, step.kv, strict=True)
-    ]
-    expected = frozen.run(last, [53, 54], total_tokens=17, total_masks=0, past=kv)
-    cache = prefill(exact.model, context_ids)
-    with torch.no_grad():
-        appended = exact.model(
-            torch.tensor([middle]), None, torch.tensor([[50, 51, 52]]), past_key_values=cache, use_cache=True
-        )
-        output = exact.model(torch.tensor([last]), past_key_values=cache)
-    assert cache.next_positions.tolist() == [53]
-    assert_equal(appended.logits[0], step.logits)
-    assert_equal(output.logits[0], expected.logits)
-
-
-def test_shared_context_with_a_mask_per_row(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """A cache of one row serves four extensions, each of which hides other columns."""
-    context_ids = residues(25, 1, cls=True)
-    news = [residues(3, 0, seed) for seed in (1, 2, 3)] + [residues(3, 1, 4)]
-    hidden = [(), (4,), (0, 24), tuple(range(1, 20))]
-    mask = torch.ones(4, 28, dtype=torch.int64)
-    for row, columns in enumerate(hidden):
-        mask[row, list(columns)] = 0
-    cache = prefill(exact.model, context_ids)
-    before = [layer.packed["keys"].data_ptr() for layer in cache.layers]
-    with torch.no_grad():
-        output = exact.model(torch.tensor(news), mask, past_key_values=cache, output_hidden_states=True)
-    context = frozen.context(context_ids)
-    for row, (new, columns) in enumerate(zip(news, hidden, strict=True)):
-        expected = frozen.extend(context_ids, context, new, hidden=columns)
-        assert_equal(output.hidden_states[-1][row], expected.hidden_states[-1])
-        assert_equal(output.logits[row], expected.logits)
-    assert cache.batch_size == 1
-    assert [layer.packed["keys"].data_ptr() for layer in cache.layers] == before
-
-
-def test_appending_in_two_steps(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """The second step sees the frozen states of the first, not those of one larger step."""
-    context_ids, first, second = residues(20, 1, cls=True), residues(4, 1, seed=1), residues(3, seed=2)
-    context = frozen.context(context_ids)
-    step = frozen.extend(context_ids, context, first)
-    kv = [
-        (torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1))
-        for old, new in zip(context.kv, step.kv, strict=True)
-    ]
-    expected = frozen.run(second, [24, 25, 26], total_tokens=27, total_masks=2, past=kv)
-    cache = prefill(exact.model, context_ids)
-    with torch.no_grad():
-        appended = exact.model(torch.tensor([first]), past_key_values=cache, use_cache=True)
-        output = exact.model(torch.tensor([second]), past_key_values=cache)
-        at_once = exact.model(torch.tensor([first + second]), past_key_values=prefill(exact.model, context_ids))
-    assert appended.past_key_values is cache
-    assert cache.lengths.tolist() == [24]
-    assert_equal(appended.logits[0], step.logits)
-    assert_equal(output.logits[0], expected.logits)
-    assert (output.logits[0] - at_once.logits[0, 4:]).abs().max() > 1e-3
-
-
-def test_append_mask_keeps_some(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """Ragged appends: each row keeps the tokens that `append_mask` names, in order."""
-    contexts = [residues(9, 0, 1, cls=True), residues(14, 0, 2, cls=True)]
-    new_ids = torch.tensor([residues(4, 0, 3), residues(4, 0, 4)])
-    keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
-    ids, mask = exact.codes.batch(contexts)
-    with torch.no_grad():
-        cache = exact.model(ids, mask, use_cache=True).past_key_values
-        exact.model(new_ids, past_key_values=cache, use_cache=True, append_mask=keep)
-        probe = exact.model(torch.tensor([[7], [8]]), None, torch.tensor([[20], [20]]), past_key_values=cache)
-    assert cache.lengths.tolist() == [11, 16]
-    # Stored tokens keep the positions at which they were computed, and the next ones follow the last.
-    assert cache.positions is not None
-    assert [row[-2:] for row in (cache.positions[0, :11].tolist(), cache.positions[1, :16].tolist())] == [
-        [10, 11],
-        [14, 17],
-    ]
-    assert cache.next_positions.tolist() == [12, 18]
-    for row, context_ids in enumerate(contexts):
-        context = frozen.context(context_ids)
-        step = frozen.extend(context_ids, context, new_ids[row].tolist())
-        kept = keep[row].nonzero()[:, 0]
-        kv = [
-            (torch.cat([old[0], new[0][:, kept]], 1), torch.cat([old[1], new[1][:, kept]], 1))
-            for old, new in zip(context.kv, step.kv, strict=True)
-        ]
-        total = len(context_ids) + 3
-        expected = frozen.run([7 + row], [20], total_tokens=total, total_masks=0, past=kv)
-        assert_equal(probe.logits[row], expected.logits)
-        assert cache.token_ids[row, : total - 1].tolist() == context_ids + new_ids[row, kept].tolist()
 
 
 def test_counts_of_a_larger_input(exact: TurboEsm, frozen: FrozenEsm2) -> None:
@@ -306,125 +282,6 @@ def test_positions_that_are_the_next_ones_are_not_stored(exact: TurboEsm) -> Non
         exact.model(torch.tensor([exact.codes.encode("ISF", "it")]), past_key_values=other, use_cache=True)
     assert cache.positions is None
     assert cache.nbytes == other.nbytes
-
-
-def compressed_case(
-    codec: KVCodec,
-    batch: int,
-    rows: int,
-    n: int,
-    columns: int,
-    *,
-    seed: int = 0,
-    scale: float = 1.0,
-    slots: int = 0,
-    masked: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, PackedContext]:
-    """Random arguments of `extend_attention`, except codec and layer."""
-    geometry = codec.geometry
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    heads, head_dim = geometry.num_heads, geometry.head_dim
-    query = normal(batch, heads, n, head_dim) * scale
-    keys, values = normal(batch, heads, n, head_dim), normal(batch, heads, n, head_dim) * scale
-    packed = codec.encode(0, normal(rows, heads, columns, head_dim), normal(rows, heads, columns, head_dim))
-    protected, protected_mask = {}, None
-    if slots:
-        transformed = codec.transform(0, normal(rows, heads, slots, head_dim), normal(rows, heads, slots, head_dim))
-        protected = {
-            "keys": transformed[0].to(torch.bfloat16),
-            "values": transformed[1].to(torch.bfloat16),
-        }
-        protected_mask = torch.rand(batch, slots, generator=generator) < 0.7
-    past_mask = torch.rand(batch, columns, generator=generator) < 0.7 if masked else None
-    mask = torch.rand(batch, n, generator=generator) < 0.7 if masked else None
-    return query, keys, values, mask, PackedContext(packed, past_mask, protected, protected_mask)
-
-
-@pytest.fixture(scope="module")
-def codec(turbo: TurboEsm) -> KVCodec:
-    return turbo.model.esm.codec(TurboConfig.from_preset(DEFAULT_PRESET))
-
-
-def assert_backends_agree(codec: KVCodec, case: tuple[Tensor, Tensor, Tensor, Tensor | None, PackedContext]) -> Tensor:
-    expected = reference.extend_attention(*case, codec, 0)
-    output = torch_ops.extend_attention(*case, codec, 0)
-    assert output.dtype == case[0].dtype
-    assert torch.isfinite(output).all()
-    size = expected.abs().amax().clamp_min(1e-30)
-    assert ((output - expected).abs() / size).max() <= 1e-5
-    return output
-
-
-@pytest.mark.parametrize("slots", [0, 1, 3])
-@pytest.mark.parametrize("rows", [1, 3], ids=["shared", "own"])
-@pytest.mark.parametrize("columns", LENGTHS)
-def test_torch_backend_with_masks_sharing_and_protected_tokens(
-    codec: KVCodec, columns: int, rows: int, slots: int
-) -> None:
-    for seed in range(3):
-        assert_backends_agree(codec, compressed_case(codec, 3, rows, 4, columns, seed=seed, slots=slots))
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e3, 1e18])
-def test_huge_and_tiny_values(codec: KVCodec, scale: float) -> None:
-    assert_backends_agree(codec, compressed_case(codec, 2, 2, 3, 33, scale=scale, slots=1))
-
-
-@pytest.mark.parametrize("block", [16, 32, 100])
-def test_blocks_of_any_size_give_the_same(codec: KVCodec, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = codec.geometry
-    monkeypatch.setattr(torch_ops, "_SLICE_ELEMENTS", block * 2 * geometry.num_heads * geometry.head_dim)
-    for columns in (block - 1, block, block + 1, 2 * block, 3 * block + 1):
-        assert_backends_agree(codec, compressed_case(codec, 2, 2, 3, columns, slots=1))
-
-
-def test_a_row_that_sees_nothing_is_zero(codec: KVCodec) -> None:
-    query, keys, values, _, context = compressed_case(codec, 3, 3, 4, 20, slots=2)
-    mask, past, protected = torch.ones(3, 4).bool(), torch.ones(3, 20).bool(), torch.ones(3, 2).bool()
-    mask[1], past[1], protected[1] = False, False, False
-    context = replace(context, mask=past, protected_mask=protected)
-    output = assert_backends_agree(codec, (query, keys, values, mask, context))
-    assert (output[1] == 0).all()
-    assert (output[[0, 2]] != 0).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    batch=st.integers(1, 4),
-    shared=st.booleans(),
-    n=st.integers(1, 9),
-    columns=st.integers(1, 40),
-    slots=st.integers(0, 2),
-    head_dim=st.sampled_from([8, 16, 24, 32]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 2**31),
-)
-def test_exact_attention_is_one_softmax(
-    batch: int, shared: bool, n: int, columns: int, slots: int, head_dim: int, dtype: torch.dtype, seed: int
-) -> None:
-    """With a lossless codec, the result is plain attention over context, protected and new tokens."""
-    codec = ExactCodec(TurboConfig.from_preset("exact"), Geometry(1, 2, head_dim), {})
-    rows = 1 if shared else batch
-    query, keys, values, mask, context = compressed_case(codec, batch, rows, n, columns, seed=seed, slots=slots)
-    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-    output = torch_ops.extend_attention(query, keys, values, mask, context, codec, 0)
-    assert output.dtype == dtype
-    sides = [(context.packed, context.mask), ({"keys": keys, "values": values}, mask)]
-    if slots:
-        sides.insert(1, (context.protected, context.protected_mask))
-    all_keys, all_values = (
-        torch.cat([side[name].double().expand(batch, -1, -1, -1) for side, _ in sides], dim=2)
-        for name in ("keys", "values")
-    )
-    seen = torch.cat([side_mask for _, side_mask in sides], dim=1)
-    scores = query.double() @ all_keys.transpose(2, 3)
-    weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
-    expected = weights @ all_values
-    assert (output.double() - expected).abs().max() <= (2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -572,19 +429,6 @@ def test_tables_of_a_codec_are_exact_under_autocast(tiny_model: object, cache_co
     assert states[0][0].keys() == states[1][0].keys()
     assert all(torch.equal(x, states[1][0][name]) for name, x in states[0][0].items())
     assert states[0][1] == states[1][1]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)])
-def test_a_cache_is_appended_to_in_its_own_dtype(
-    tiny_model: object, cache_config: TurboConfig, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    first, second = (tiny_model(preset=cache_config, calibrated=True).to(dtype) for dtype in dtypes)
-    ids = random_ids([30])[0]
-    cache = first(ids[:, :20], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="belongs to another model: it was made in"):
-        second(ids[:, 20:24], past_key_values=cache, use_cache=True)
-    assert cache.get_seq_length() == 20
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -20,12 +20,10 @@ from esm_turbo.files.extras import install_hint
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.model import spread
-from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.parallel.workers import Workers
-from tests.helpers import torch_encoder
 from tests.helpers.models import ESMC_MINI, make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
-from tests.helpers.packed import packed_tokens, plan_with
+from tests.helpers.packed import run_packed
 
 FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": ESMC_MINI}
 # Older versions of transformers lack a family.
@@ -160,12 +158,7 @@ def test_packed_rows_follow_the_layers(one: TurboEsm, spread_out: TurboEsm) -> N
     for turbo in (one, spread_out):
         encoder = turbo.model.base_model
         assert encoder.executor.plain_addresses() is not None and encoder.executor.addresses() is None
-        packing = Packing.of(lengths, ids.shape[1], ids.device)
-        embeddings = packing.pack(encoder.embed(ids, mask.bool(), None))
-        attend = attention_of_rows(packing, torch_encoder, plan_with(None))
-        inv_freq, layers = encoder.rotary_frequencies, range(len(_layers(turbo)))
-        tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
-        last, states = encoder.run_packed(tokens, torch_encoder)
+        packing, last, states = run_packed(encoder, ids, mask, layers=range(len(_layers(turbo))))
         assert number_of(last) == 0
         found.append([packing.unpack(x).cpu() for x in (*states.values(), last)])
     torch.testing.assert_close(found[1], found[0], **EXACTLY)

@@ -15,7 +15,7 @@ from transformers.models.esm import modeling_esm
 from esm_turbo.codecs import KVCodec
 from esm_turbo.config import TurboConfig
 from esm_turbo.ops import reference, torch_ops
-from tests.helpers.attention_cases import LAYER, codec_of, codec_with_gains, make_case
+from tests.helpers.attention_cases import LAYER, Case, codec_of, codec_with_gains, hiding_everything_from, make_case
 from tests.helpers.codec_samples import certain_tokens
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -115,44 +115,79 @@ def test_tokens_are_encoded_in_order_without_options(tiny_model: Callable[..., o
 
 
 @st.composite
-def named_contexts(draw: st.DrawFn) -> dict[str, object]:
-    """Arguments of `make_case`: contexts of any lengths, and rows that name some of them, in runs."""
+def cases(draw: st.DrawFn) -> dict[str, object]:
+    """Arguments of `make_case`: contexts of any lengths, of a row each, of all rows, or named by rows in runs."""
     lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
-    named = draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=4, unique=True))
-    index = [context for context in named for _ in range(draw(st.integers(1, 3)))]
-    return {
+    case: dict[str, object] = {
         "lengths": tuple(lengths),
         "columns": max(lengths) + draw(st.integers(0, 5)),
-        "index": tuple(index),
+        "batch": len(lengths),
         "n": draw(st.integers(1, 5)),
-        "slots": draw(st.integers(0, 2)),
+        "slots": draw(st.integers(0, 3)),
         "masked": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(DTYPES)),
         "seed": draw(st.integers(0, 5)),
     }
+    how = draw(st.sampled_from(["own", "shared", "named"]))
+    if how == "shared":
+        case |= {"lengths": tuple(lengths[:1]), "shared": True}
+    elif how == "named":
+        named = draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=4, unique=True))
+        case["index"] = tuple(context for context in named for _ in range(draw(st.integers(1, 3))))
+    return case
+
+
+# Of the largest output: a few roundings in float32, and the last bit of the others.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
+
+
+def check_against_float64(codec: KVCodec, made: Case) -> Tensor:
+    expected, dtype = made.expected(), made.query.dtype
+    for module in (reference, torch_ops):
+        found = module.extend_attention(*made.arguments, codec, LAYER)
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max().clamp_min(1e-30)
+    return found
 
 
 @pytest.mark.parametrize("preset", ["exact", "turbo3", "turbo1", "paper"])
-@settings(max_examples=15)
-@given(case=named_contexts())
-def test_rows_name_their_contexts(preset: str, case: dict[str, object]) -> None:
-    """One context after another, or row by row as in the reference: to 1e-5 of the largest output, in float32."""
+@settings(max_examples=25)
+@given(case=cases())
+def test_attention_is_one_softmax_over_all_that_a_row_sees(preset: str, case: dict[str, object]) -> None:
+    """Slice by slice, one context after another, or row by row as in the reference."""
     codec = codec_of(preset, 16)
-    check_against_float64(codec, case)
+    check_against_float64(codec, make_case(codec, **case))
 
 
 @settings(max_examples=15)
-@given(case=named_contexts())
+@given(case=cases())
 def test_components_have_gains(case: dict[str, object]) -> None:
     """As they have for exact contexts, where no token is protected."""
-    check_against_float64(codec_with_gains("turbo3", 16), case | {"slots": 0})
+    codec = codec_with_gains("turbo3", 16)
+    check_against_float64(codec, make_case(codec, **case | {"slots": 0}))
 
 
-def check_against_float64(codec: KVCodec, case: dict[str, object]) -> None:
-    made = make_case(codec, **case)
-    expected = made.expected()
-    for module in (torch_ops, reference):
-        found = module.extend_attention(*made.arguments, codec, LAYER)
-        assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+@pytest.mark.parametrize("scale", [1e-30, 1e4])
+def test_queries_of_any_size(scale: float) -> None:
+    """Tiny ones weight all columns equally, huge ones select a single column."""
+    codec = codec_of("turbo3", 32)
+    check_against_float64(codec, make_case(codec, scale=scale, slots=1, masked=True))
+
+
+@pytest.mark.parametrize("block", [16, 32, 100])
+def test_slices_of_any_size_give_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codec_of("turbo3", 16)
+    monkeypatch.setattr(torch_ops, "_SLICE_ELEMENTS", block * 2 * 2 * 16)
+    for columns in (block - 1, block, block + 1, 2 * block, 3 * block + 1, 1000):
+        check_against_float64(codec, make_case(codec, columns=columns, slots=1, masked=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_row_that_sees_nothing_is_zero(shared: bool) -> None:
+    codec = codec_of("turbo3", 16)
+    case = hiding_everything_from(make_case(codec, batch=3, shared=shared, slots=2), 1)
+    output = check_against_float64(codec, case)
+    assert (output[1] == 0).all() and (output[[0, 2]] != 0).all()
 
 
 @pytest.mark.parametrize("preset", ["exact", "turbo3", "paper"])
@@ -163,12 +198,8 @@ def check_against_float64(codec: KVCodec, case: dict[str, object]) -> None:
     ids=["shared", "one", "own"],
 )
 def test_many_queries_of_a_context(preset: str, dtype: torch.dtype, case: dict[str, int]) -> None:
-    """As few: to 1e-5 of the largest output in float32, and its last bit in bfloat16. Some new tokens are hidden."""
+    """As few. Some new tokens are hidden."""
     made = make_case(codec_of(preset, 16), **{"n": 5, "columns": 150, "dtype": dtype} | case)
     made = replace(made, mask=torch.arange(made.query.shape[2]).expand(len(made.query), -1) > 2)
     made = replace(made, seen=torch.cat([made.seen[:, : -made.query.shape[2]], made.mask], dim=1))
-    expected = made.expected()
-    found = torch_ops.extend_attention(*made.arguments, codec_of(preset, 16), LAYER)
-    assert found.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-8
-    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    check_against_float64(codec_of(preset, 16), made)
