@@ -93,14 +93,6 @@ def test_extend_output(exact: TurboEsm) -> None:
         output.logits = None
 
 
-def test_rows_do_not_depend_on_their_neighbours(exact: TurboEsm) -> None:
-    together = exact.extend(exact.prefill(SEQUENCES), ["GAV", "LLLLLL"], refresh=5)
-    for row, (context, new) in enumerate(zip(SEQUENCES, ["GAV", "LLLLLL"], strict=True)):
-        alone = exact.extend(exact.prefill(context), new, refresh=5)
-        n = alone.logits.shape[1]
-        assert_same_states(together.logits[row, :n], alone.logits[0], exact.model.config)
-
-
 @pytest.mark.parametrize("refresh", [0, 8])
 def test_sequences_name_their_contexts(turbo: TurboEsm, refresh: int) -> None:
     """As one context at a time, up to the rounding of products that are summed in another order."""
@@ -113,32 +105,6 @@ def test_sequences_name_their_contexts(turbo: TurboEsm, refresh: int) -> None:
         n = expected.logits.shape[1]
         assert_same_states(found.logits[row, :n], expected.logits[0], turbo.model.config)
         assert_same_states(found.hidden_states[row, :n], expected.hidden_states[0], turbo.model.config)
-
-
-def test_sequences_that_name_no_context(turbo: TurboEsm) -> None:
-    cache = turbo.prefill(SEQUENCES)
-    with pytest.raises(ValueError, match="`context_index` of row 1 must lie in 0 to 1, got 2"):
-        turbo.extend(cache, ["GS", "GS"], context_index=[0, 2])
-    with pytest.raises(ValueError, match="nothing can be appended to contexts that rows name"):
-        turbo.extend(cache, ["GS", "GS"], context_index=[0, 1], append=True)
-
-
-def test_extend_leaves_the_cache_alone(turbo: TurboEsm) -> None:
-    cache = turbo.prefill(SEQUENCES)
-    first = turbo.extend(cache, ["GAV", "L"])
-    before = cache.nbytes
-    turbo.extend(cache, ["LLL", "VV"])
-    assert cache.nbytes == before
-    assert torch.equal(turbo.extend(cache, ["GAV", "L"]).logits, first.logits)
-
-
-def test_appending_step_by_step(turbo: TurboEsm) -> None:
-    cache = turbo.prefill(SEQUENCES)
-    for step in (["GA", "LLL"], ["V", "V"], ["MKT", "M"]):
-        turbo.extend(cache, step, append=True)
-    assert cache.lengths.tolist() == [71 + 6, 15 + 5]
-    assert cache.token_ids[1, :20].tolist() == [CLS, *turbo.codes.encode(SEQUENCES[1] + "LLLVM", "it")]
-    assert cache.next_positions.tolist() == [77, 20]
 
 
 def test_refreshed_residues_keep_their_positions(exact: TurboEsm) -> None:
@@ -182,12 +148,6 @@ def test_extend_refuses_an_empty_cache(exact: TurboEsm) -> None:
         exact.extend(cache, ["G", "A"])
     with pytest.raises(ValueError, match="the cache has 0 rows"):
         exact.extend(exact.model.new_cache(), ["G"])
-
-
-def test_extend_refuses_another_models_cache(exact: TurboEsm, tiny_model: MakeModel) -> None:
-    other = ContextModel(tiny_model(), exact.tokenizer)
-    with pytest.raises(ValueError, match="the cache is for"):
-        exact.extend(other.prefill("MKT"), "G")
 
 
 def test_weights_that_change_unseen_are_found_after_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:

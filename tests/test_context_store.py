@@ -283,18 +283,6 @@ def test_another_model_is_refused(tiny, tmp_path):
     assert entries(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["intermediate.dense.weight", "attention.LayerNorm.bias", "output.dense.weight"])
-def test_a_fine_tuned_model_is_refused(tiny, tmp_path, name):
-    """Also by a store that has just served it."""
-    turbo = copy.deepcopy(tiny())
-    store = ContextStore(tmp_path)
-    store.get_or_prefill(turbo, "MKTAY")
-    turbo.model.esm.encoder.layer[0].get_parameter(name).data[:4].add_(0.1)
-    for opened in (store, ContextStore(tmp_path)):
-        with pytest.raises(ValueError, match="contexts of another model"):
-            opened.get(turbo, "MKTAY")
-
-
 @pytest.mark.parametrize("what", ["*-*/*/*.safetensors", "*-*/**/*.safetensors", "**/*.safetensors"])
 def test_contexts_put_there_from_another_models_store_are_not_read(tiny, tmp_path, what):
     """Of its contexts, of their partitions too, and of its header too, as where the folder is exchanged."""
@@ -452,24 +440,6 @@ def test_a_damaged_context_is_reported_and_computed_again(compressed, tmp_path, 
     assert usage(store, "damaged") == (1,)
 
 
-def test_every_byte_of_a_context_is_checked(tiny, tmp_path):
-    turbo = tiny("exact", layers=1, heads=1, head_dim=8)
-    ContextStore(tmp_path).get_or_prefill(turbo, "MK")
-    [path] = contexts(tmp_path)
-    good = path.read_bytes()
-    expected = turbo.prefill("MK")
-    found = 0
-    for position in range(0, len(good), 5):
-        path.write_bytes(good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
-        [cache] = ContextStore(tmp_path, read_only=True).get(turbo, "MK")
-        if cache is None:
-            found += 1
-        else:
-            assert_same(cache, expected)
-    # All except the spaces that pad the header.
-    assert found > 0.98 * len(range(0, len(good), 5))
-
-
 def test_a_damaged_partition_is_reported_and_written_again(compressed, tmp_path, prefilled, caplog):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, ["MKTAYIAK"])
@@ -522,15 +492,15 @@ def test_add_computes_what_is_missing_in_the_same_batches(compressed, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writers", [1, 2])
-def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, writers):
+@pytest.mark.parametrize(("writers", "moments"), [(1, ["half"]), (2, ["before", "half", "after"])])
+def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, writers, moments):
     turbo = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
     sequences, whole = proteins(), tmp_path / "whole"
     ContextStore(whole).add(turbo, sequences, toks_per_batch=60)
     expected = entries(whole)
     # The store, its partition, and eight contexts in batches of one, two, two and three; each but the first has a list.
     writes = ["", "", "0", "list", "1", "2", "list", "3", "4", "list", "5", "6", "7"]
-    ends = [(number, when) for number in range(1, len(writes) + 1) for when in ("before", "half", "after")]
+    ends = [(number, when) for number in range(1, len(writes) + 1) for when in moments]
     jobs = [
         {
             "job": "store", "out": str(tmp_path / f"{number}-{when}"), "kill_at": number, "when": when,
@@ -540,7 +510,6 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, wri
     ]  # fmt: skip
     last = jobs[-1] | {"kill_at": len(writes) + 1, "out": str(tmp_path / "last")}
     assert killed_runs(tiny_folder, [*jobs, last], tmp_path) == [-signal.SIGKILL] * len(jobs) + [0]
-    found_again = 0
     for job, (number, when) in zip(jobs, ends, strict=True):
         prefilled.clear()
         store = ContextStore(job["out"], lock_timeout=0)
@@ -550,10 +519,8 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, wri
         stored += when == "after" and number == 3
         whole_batches = max(size for size in (0, 1, 3, 5) if size <= stored)
         assert computed == 8 - whole_batches
-        found_again += whole_batches
         assert {p.name for p in Path(job["out"]).iterdir() if p.is_file()} == {"store.safetensors", LOCK_FILE}
         assert entries(job["out"]) == expected
-    assert found_again > 50
 
 
 @pytest.fixture(scope="module")
@@ -758,24 +725,27 @@ from esm_turbo import ContextStore, TurboEsm
 model, folder, sequences = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 turbo = TurboEsm.from_pretrained(model, preset="exact", device="cpu")
 expected = [turbo.prefill(sequence).layers[1].packed["keys"] for sequence in sequences]
+
+def fill(store):
+    return store.add(turbo, sequences, toks_per_batch=60)
+
+def read(store):
+    until, missing = time.monotonic() + 60, set(range(len(sequences)))
+    while missing and time.monotonic() < until:
+        for index, cache in enumerate(store.get(turbo, sequences)):
+            if cache is not None:
+                assert torch.equal(cache.layers[1].packed["keys"], expected[index])
+                missing.discard(index)
+    return 100 + len(missing)
+
 children = []
-for number in range(5):
+for work in (fill, fill, read, read, read):
     child = os.fork()
     if child == 0:
-        code = 1
+        code = 200
         try:
-            store = ContextStore(folder, host_bytes=1 << 16)
-            if number < 2:
-                for sequence in sequences:
-                    store.get_or_prefill(turbo, sequence)
-            until, missing = time.monotonic() + 60, set(range(len(sequences)))
-            while missing and time.monotonic() < until:
-                for index, cache in enumerate(store.get(turbo, sequences)):
-                    if cache is not None:
-                        assert torch.equal(cache.layers[1].packed["keys"], expected[index])
-                        missing.discard(index)
-            store.close()
-            code = 0 if not missing else 3
+            with ContextStore(folder, host_bytes=1 << 16) as store:
+                code = work(store)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -786,50 +756,21 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 @pytest.mark.slow
-def test_two_writers_and_three_readers_at_once(tiny_folder, tmp_path):
+def test_two_processes_fill_a_store_and_three_read_it(tiny_folder, tmp_path):
     sequences = proteins(24, seed=3)
     done = subprocess.run(
-        [sys.executable, "-c", CROWD, tiny_folder, tmp_path / "store", json.dumps(sequences)],
+        [sys.executable, "-c", CROWD, tiny_folder, tmp_path / "shared", json.dumps(sequences)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [0] * 5, done.stderr
-    assert len(contexts(tmp_path / "store")) == 24
-    info = store_info(tmp_path / "store")
-    assert info["usage"]["damaged"] == 0
-    # Every process found every context.
-    assert info["usage"]["looked_up"] >= 5 * 24
-
-
-SHARE = """
-import json, sys
-import torch
-torch.set_num_threads(1)
-from esm_turbo import ContextStore, TurboEsm
-model, folder, sequences = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-turbo = TurboEsm.from_pretrained(model, preset="exact", device="cpu")
-print("ready", flush=True)
-sys.stdin.readline()
-print(ContextStore(folder).add(turbo, sequences, toks_per_batch=60))
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_fill_a_store_share_the_work(tiny_folder, tmp_path):
-    sequences = proteins(40, seed=5)
-    command = [sys.executable, "-c", SHARE, tiny_folder, tmp_path / "shared", json.dumps(sequences)]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [one.stdout.readline() for one in started] == ["ready\n"] * 2
-    for one in started:
-        one.stdin.write("go\n")
-        one.stdin.flush()
-    computed = [int(one.communicate(timeout=200)[0]) for one in started]
-    # Each context was computed once, and both ended with all of them.
-    assert sum(computed) == 40
-    assert all(one.returncode == 0 for one in started)
+    *computed, _, _, _ = codes = json.loads(done.stdout)
+    # Each context was computed once, and every process found all of them, undamaged.
+    assert sum(computed) == 24 and codes[2:] == [100] * 3, done.stderr
+    usage = store_info(tmp_path / "shared")["usage"]
+    assert usage["damaged"] == 0 and usage["looked_up"] >= 3 * 24
     alone = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
     ContextStore(tmp_path / "alone").add(alone, sequences, toks_per_batch=60)
     assert entries(tmp_path / "shared") == entries(tmp_path / "alone")

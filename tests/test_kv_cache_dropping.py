@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
@@ -96,20 +94,6 @@ def test_positions_after_dropping(tiny_model: MakeModel) -> None:
         moved = prefill(tiny_model(preset=preset), [100, 80], first_position=7)
         moved.drop_front(64)
         assert moved.next_positions.tolist() == [n + 7 for n in expected]
-
-
-@settings(max_examples=25, deadline=None)
-@given(first=st.integers(0, 60), second=st.integers(0, 60))
-def test_dropping_adds_up(tiny_model: MakeModel, first: int, second: int) -> None:
-    model = tiny_model()
-    at_once, in_turn = prefill(model, [50, 20]), prefill(model, [50, 20])
-    at_once.drop_front(first + second)
-    in_turn.drop_front(first)
-    in_turn.drop_front(second)
-    assert at_once.lengths.tolist() == in_turn.lengths.tolist() == [max(n - first - second, 0) for n in (50, 20)]
-    assert torch.equal(at_once.token_ids, in_turn.token_ids)
-    for mine, theirs in zip(at_once.layers, in_turn.layers, strict=True):
-        assert all(torch.equal(mine.packed[name], theirs.packed[name]) for name in mine.packed)
 
 
 def test_what_cannot_be_dropped(tiny_model: MakeModel, tmp_path: Path) -> None:
