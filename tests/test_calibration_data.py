@@ -249,24 +249,6 @@ def test_structural_class_of_ss3(script, ss3, expected):
     assert script.structural_class_of_ss3(ss3) == expected
 
 
-def test_transmembrane_segments_are_separate_windows(script):
-    # Alanine has a hydropathy of 1.8, serine of -0.8.
-    assert script.transmembrane_segments("A" * 18) == 0
-    assert script.transmembrane_segments("A" * 19) == 1
-    assert script.transmembrane_segments("A" * 37) == 1
-    assert script.transmembrane_segments("A" * 38) == 2
-    assert script.transmembrane_segments(("A" * 19 + "S" * 19) * 3) == 3
-    assert script.transmembrane_segments("A" * 18 + "S") == 1, "mean 1.66"
-    assert script.transmembrane_segments("A" * 17 + "SS") == 0, "mean 1.53"
-
-
-def test_charge_hydropathy_of_known_compositions(script):
-    # Glutamate: hydropathy -3.5, scaled 1/9, net charge 1. Isoleucine: 4.5, scaled 1, no charge.
-    assert script.charge_hydropathy("E" * 50) == pytest.approx(1 - 2.785 / 9 + 1.151, abs=1e-12)
-    assert script.charge_hydropathy("I" * 50) == pytest.approx(1.151 - 2.785, abs=1e-12)
-    assert script.charge_hydropathy("EK" * 25) == pytest.approx(1.151 - 2.785 * (0.8 / 9), abs=1e-12)
-
-
 TARGETS = {"mainly_alpha": (4, 2), "disordered": (3, 3)}
 
 

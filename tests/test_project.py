@@ -131,13 +131,7 @@ def test_oldest_pins_are_the_lower_bounds() -> None:
 
 def test_torch_is_one_version_everywhere() -> None:
     # Another version would pull a CUDA build, several GB, on machines that have a CPU build of this one.
-    assert [pins(name)["torch"] for name in CONSTRAINTS] == [Version("2.13.0")] * 2
-
-
-def test_the_constraints_span_the_supported_transformers() -> None:
-    oldest, latest = pins("constraints-oldest.txt")["transformers"], pins("constraints.txt")["transformers"]
-    assert oldest == Version("5.6.0")
-    assert latest >= Version("5.23.0")
+    assert len({pins(name)["torch"] for name in CONSTRAINTS}) == 1
 
 
 def test_pre_commit_uses_the_pinned_tools() -> None:

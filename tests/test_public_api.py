@@ -148,13 +148,8 @@ def public_members() -> list[Any]:
 
 
 @pytest.mark.parametrize("member", public_members())
-def test_everything_public_is_explained_and_typed(member: Any) -> None:
+def test_everything_public_is_explained(member: Any) -> None:
     inherited = getattr(transformers.Cache, member.__name__, None) or getattr(
         transformers.EsmModel, member.__name__, None
     )
     assert member.__doc__ or inherited or member.__name__ in ("to_dict", "to_json")
-    if inspect.isfunction(member):
-        signature = inspect.signature(member)
-        assert signature.return_annotation is not signature.empty
-        for name, parameter in signature.parameters.items():
-            assert name in ("self", "cls") or parameter.annotation is not parameter.empty
