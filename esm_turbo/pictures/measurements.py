@@ -124,12 +124,8 @@ def calibration_sheet(calibration: Calibration, preset: str = DEFAULT_PRESET) ->
         for number, layer in enumerate(layers)
     ]
     table = Table(["layer", f"key bits, {preset}", f"value bits, {preset}"], rows)
-    quality: list[Panel] = []
-    if calibration.quality is not None:
-        quality = _quality(calibration.quality)
-    return Sheet(
-        title, caption, [*([quality] if quality else []), *([counted_by] if counted_by else []), spectra, bits], table
-    )
+    quality = [] if calibration.quality is None else _quality(calibration.quality)
+    return Sheet(title, caption, [row for row in (quality, counted_by, spectra, bits) if row], table)
 
 
 def _quality(measured: Quality) -> list[Panel]:

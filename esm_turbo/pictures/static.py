@@ -136,18 +136,20 @@ def _tracks(drawn: Figure, place: SubplotSpec, tracks: Tracks) -> list[PlacedPan
     placed = []
     for line in range(lines):
         begin, end = line * per_line, min(len(tracks.columns), (line + 1) * per_line)
+        gaps = [index for index in tracks.breaks if begin < index < end]
         for number, (panel, height) in enumerate(zip(tracks.panels, heights, strict=True)):
             axes = drawn.add_subplot(grid[line * len(heights) + number, 0])
             placed.append(PlacedPanel(axes, panel, slice(begin, end), tracks.columns[begin:end]))
             if isinstance(panel, Heatmap):
                 image = _heat(axes, panel, begin, end)
-                _left_out(axes, tracks, begin, end)
+                for index in gaps:
+                    axes.axvline(index - 0.5, color="white", linewidth=2.5)
                 if line == 0:
                     _colour_bar(image, panel, width, height)
             elif isinstance(panel, Logo):
                 _logo(axes, panel, begin, end)
             else:
-                _track_lines(axes, panel, [begin, *(b for b in tracks.breaks if begin < b < end), end], line == 0)
+                _track_lines(axes, panel, [begin, *gaps, end], line == 0)
             # Columns of all lines are equally wide.
             axes.set_xlim(begin - 0.5, begin + per_line - 0.5)
             axes.set_xticks([])
@@ -180,13 +182,6 @@ def _page_width(sheet: Sheet) -> float:
     return max(widths)
 
 
-def _left_out(axes: Axes, tracks: Tracks, begin: int, end: int) -> None:
-    """A gap wherever positions are left out."""
-    for index in tracks.breaks:
-        if begin < index < end:
-            axes.axvline(index - 0.5, color="white", linewidth=2.5)
-
-
 def _track_height(panel: Heatmap | Lines | Logo) -> float:
     if isinstance(panel, Heatmap):
         return max(0.3, _ROW * len(panel.rows))
@@ -195,9 +190,9 @@ def _track_height(panel: Heatmap | Lines | Logo) -> float:
 
 def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, cell: float, label: str) -> None:
     """Letters and numbers below the last track."""
-    ticks = _ticks(tracks.columns[begin:end], begin, cell)
-    axes.set_xticks(ticks.at, ticks.labels)
-    if ticks.upright:
+    at, upright = _ticks(tracks.columns[begin:end], cell)
+    axes.set_xticks([begin + index for index in at], [str(tracks.columns[begin + index]) for index in at])
+    if upright:
         axes.tick_params(axis="x", labelrotation=90, labelsize=7)
     axes.tick_params(axis="x", length=0, pad=13 if any(tracks.letters) else 4)
     place = axes.get_xaxis_transform()
@@ -207,22 +202,15 @@ def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, cell: float, la
     axes.set_xlabel(label, labelpad=3)
 
 
-@dataclass(frozen=True)
-class _Ticks:
-    """Ticks of positions, their labels, and whether these are turned for lack of room."""
-
-    at: list[int]
-    labels: list[str]
-    upright: bool = False
-
-
-def _ticks(columns: Sequence[int], begin: int, cell: float | None = None) -> _Ticks:
+def _ticks(columns: Sequence[int], cell: float | None = None) -> tuple[list[int], bool]:
     """Round positions, all of a short protein, and those that follow positions left out.
 
     Args:
         columns: the numbers.
-        begin: index of the first one.
         cell: width of a column, inches; what would touch is left out. None leaves nothing out.
+
+    Returns:
+        Their indices, and whether their labels are turned for lack of room.
     """
     step = 1 if len(columns) <= 20 else 5 if len(columns) <= 60 else 10
     first = [i for i, column in enumerate(columns) if i == 0 or column != columns[i - 1] + 1]
@@ -234,8 +222,7 @@ def _ticks(columns: Sequence[int], begin: int, cell: float | None = None) -> _Ti
     upright = cell is not None and len(first) > 1 and not {*first} <= {*at}
     if cell is not None and upright:
         at = _apart(wanted, [_CELL_LEAST] * len(columns), cell)
-    at = sorted({*at})
-    return _Ticks([begin + index for index in at], [str(columns[index]) for index in at], upright)
+    return sorted({*at}), upright
 
 
 def _apart(wanted: Sequence[int], widths: Sequence[float], cell: float) -> list[int]:
@@ -401,9 +388,9 @@ def _column_names(panel: Heatmap) -> list[str]:
 
 def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
     numbers = [column for column in panel.columns if isinstance(column, int)]
-    ticks = _ticks(numbers, 0)
     if len(numbers) == len(panel.columns):
-        axes.set_xticks(ticks.at, ticks.labels)
+        at, _ = _ticks(numbers)
+        axes.set_xticks(at, [str(numbers[index]) for index in at])
     elif len(panel.columns) <= _UPRIGHT:
         axes.set_xticks(range(len(panel.columns)), _column_names(panel), rotation=90, fontsize=6.5)
     axes.tick_params(axis="x", length=0)
