@@ -22,7 +22,7 @@ from tests.helpers.command_inputs import SEQUENCES
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_calibrate(esm, fasta, tmp_path, tiny_folder):
+def test_a_calibration_is_made_and_measured(esm, fasta, tmp_path, tiny_folder):
     out, summary = tmp_path / "new" / "c.safetensors", tmp_path / "summary.json"
     result = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--toks_per_batch", "50", "--json", summary)
     assert result.code == 0
@@ -37,6 +37,14 @@ def test_calibrate(esm, fasta, tmp_path, tiny_folder):
     assert json.loads(summary.read_text())["provenance"] == record
     turbo = TurboEsm.from_pretrained(tiny_folder, calibration=out)
     assert turbo.prefill("MKTAY").bits_per_element < 16
+    quality = Calibration.load(out).quality
+    assert quality is not None
+    assert json.loads(summary.read_text())["quality"] == quality.to_dict()
+    assert json.loads(esm("info", out, "--json", "-").out)["quality"] == quality.to_dict()
+    shown = " ".join(esm("info", out).out.split())
+    assert "outside of the calibration" in shown and quality.residues >= 800
+    for figures in (*quality.presets.values(), *quality.freezing.values()):
+        assert f"{figures.cosine_mean:.5f}" in shown
 
 
 def test_what_eight_bits_cost_is_measured(esm, fasta, tmp_path, tiny_folder):
@@ -69,19 +77,6 @@ def test_shards_of_a_calibration_are_refused(esm, fasta, tmp_path, tiny_folder):
     assert result.code == 2 and "which shards cannot share: leave --shard out, or give --workers" in result.error
     assert "--shard" not in esm("calibrate", "--help").out
     assert not list(tmp_path.glob("c.safetensors*"))
-
-
-def test_a_new_calibration_is_measured(esm, fasta, tmp_path, tiny_folder):
-    out = tmp_path / "c.safetensors"
-    made = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--json", "-")
-    quality = Calibration.load(out).quality
-    assert quality is not None
-    assert json.loads(made.out)["quality"] == quality.to_dict()
-    assert json.loads(esm("info", out, "--json", "-").out)["quality"] == quality.to_dict()
-    shown = " ".join(esm("info", out).out.split())
-    assert "outside of the calibration" in shown and quality.residues >= 800
-    for figures in (*quality.presets.values(), *quality.freezing.values()):
-        assert f"{figures.cosine_mean:.5f}" in shown
 
 
 def test_every_tenth_protein_of_a_users_file_is_measured(esm, tmp_path, tiny_folder):

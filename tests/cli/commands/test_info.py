@@ -49,20 +49,6 @@ def test_info_of_artifacts(esm, tmp_path, tiny_calibration, tiny):
         assert "2 layers x 4 heads x 16" in result.out
 
 
-def test_info_of_embeddings(esm, tmp_path, tiny_folder):
-    fasta, folder = tmp_path / "a.fasta", tmp_path / "embeddings"
-    fasta.write_text(">a\nMKT\n>b\nMKTAYI\n")
-    assert esm("embed", fasta, folder, "--model", tiny_folder, "--include", "mean").code == 0
-    found = json.loads(esm("info", folder, "--json", "-").out)
-    assert (found["kind"], found["proteins"], found["model"]) == ("embeddings", 2, "tiny")
-    assert (found["include"], found["format"]) == (["mean"], "pt")
-    assert "proteins" in esm("info", folder).out
-    (folder / "settings.json").write_text("[1, 2]")
-    result = esm("info", folder)
-    assert result.code == 2
-    assert "damaged" in result.error
-
-
 @pytest.mark.parametrize("damage", [truncated, altered, other_version])
 def test_info_refuses_a_damaged_cache(esm, tmp_path, tiny, damage):
     path = tmp_path / "cache.safetensors"
@@ -121,12 +107,17 @@ def test_artifacts_are_described(esm, written):
 def test_info_of_embeddings_with_caches_and_in_hdf5(esm, written):
     found = json.loads(esm("info", written / "pt", "--json", "-").out)
     assert (found["proteins"], found["format"], found["cache_options"]["codec"]) == (3, "pt", "turbo")
+    assert (found["model"], found["include"]) == ("tiny", ["cache", "mean", "per_tok"])
+    assert "proteins" in esm("info", written / "pt").out
     found = json.loads(esm("info", written / "e.h5", "--json", "-").out)
     assert (found["proteins"], found["format"], found["model"], found["device"]) == (3, "h5", "tiny", "cpu")
     [file] = [path for path in (written / "pt").glob("*.pt") if torch.load(path)["label"] == "b"]
     found = json.loads(esm("info", file, "--json", "-").out)
     assert found["label"] == "b"
     assert found["tensors"] == {"representations.2": [5, 64], "mean_representations.2": [64]}
+    (written / "pt" / "settings.json").write_text("[1, 2]")
+    result = esm("info", written / "pt")
+    assert result.code == 2 and "damaged" in result.error
 
 
 @pytest.mark.parametrize("name", ["e.h5", "x.pt"])
