@@ -13,7 +13,6 @@ from benchmarks.accuracy import (
     calibration_sets,
     components,
     fp8,
-    groups,
     homologs,
     long_proteins,
     presets,
@@ -57,13 +56,13 @@ class Experiment:
 
     Attributes:
         summary: for --help.
-        kind: of its records.
         cases: its cases, given the maximum number of proteins per set, None for all.
+        kind: of its records; empty for its name.
     """
 
     summary: str
-    kind: str
     cases: Callable[[int | None], Iterable[Case]]
+    kind: str = ""
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -77,11 +76,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             cached_candidates=8,
             at_least=10.0,
         ),
-    ),
-    "screen_backgrounds": Benchmark(
-        "processor time of 200 peptides on 10 targets without a background and with each, embedded model",
-        partial(scoring.background_cases, targets=10, target_residues=200, candidates=200, candidate_residues=5),
-        most_repeats=3,
     ),
     "variant_positions": Benchmark(
         "masked marginals of all positions of a protein of 263, recomputed and cached, embedded model",
@@ -147,7 +141,7 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     ),
     "calls_cuda": Benchmark(
         "calls of the public API, from strings to results",
-        partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384), 1000, 20),
+        partial(calls.call_cases, ESM2_650M, 500, 400, 16384, 1000, 20),
         most_repeats=5,
     ),
     "cold_start_cuda": Benchmark(
@@ -225,32 +219,27 @@ TIMED = BENCHMARKS | GPU_BENCHMARKS
 EXPERIMENTS: dict[str, Experiment] = {
     "accuracy": Experiment(
         "accuracy and memory of the package's presets on CATH domains and long proteins",
-        "accuracy",
         lambda limit: presets.preset_cases(PRODUCT_PRESETS, max_proteins=limit),
     ),
     "accuracy_codecs": Experiment(
         "the same for the codecs of other papers and packages, leave-one-out alone",
-        "accuracy",
         lambda limit: presets.codec_cases(COMPARISON_PRESETS, max_proteins=limit),
+        "accuracy",
     ),
     "families": Experiment(
         "the same for the package's presets with the small model of ESM-C",
-        "families",
         lambda limit: presets.preset_cases(PRODUCT_PRESETS, max_proteins=limit, model="esmc-mini"),
     ),
     "homologs": Experiment(
         "perplexity and accuracy of the package's presets after homologs, with the small model of E1",
-        "homologs",
         lambda limit: homologs.cases(max_families=limit),
     ),
     "frozen_queries": Experiment(
         "scores of variants after homologs whose protein is frozen, against those of the whole protein",
-        "frozen_queries",
         lambda limit: homologs.frozen_query_cases(max_families=limit),
     ),
     "windows": Experiment(
         "long proteins in windows against the full run, by window, memory and preset",
-        "windows",
         lambda limit: long_proteins.accuracy_cases(
             [Windows(window, 64, memory) for window in (256, 512) for memory in (0, 256, 512, 1024)],
             ("exact", "turbo3"),
@@ -259,57 +248,30 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "screening": Experiment(
         "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",
-        "screening",
         lambda limit: screening.cases(max_proteins=limit),
     ),
     "specificity": Experiment(
         "ranks of true binders by likelihood and by specificity, every peptide on every target",
-        "specificity",
         lambda limit: specificity.cases(max_proteins=limit),
     ),
     "variants": Experiment(
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
-        "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
     ),
     "calibration_size": Experiment(
         "accuracy by the number of proteins of a calibration",
-        "calibration_size",
         lambda limit: calibration_sets.size_cases(max_proteins=limit),
-    ),
-    "class_shift": Experiment(
-        "accuracy on each structural class by the class of a calibration",
-        "class_shift",
-        lambda limit: calibration_sets.class_cases(max_proteins=limit),
     ),
     "fp8": Experiment(
         "what eight-bit products cost the small models of ESM-2 and ESM-C, by share of the products",
-        "fp8",
         lambda limit: fp8.cases(max_proteins=limit),
-    ),
-    "components": Experiment(
-        "signal to noise of keys, values and scores, and recall of the best keys, by preset",
-        "components",
-        lambda limit: components.preset_cases(max_proteins=limit),
-    ),
-    "calibration_layers": Experiment(
-        "the same by layer and by the number of proteins of a calibration",
-        "calibration_layers",
-        lambda limit: components.calibration_cases(max_proteins=limit),
     ),
     "peer_outliers": Experiment(
         "codecs where channels are outliers",
-        "peer_outliers",
-        lambda limit: components.outlier_cases(max_proteins=limit),
-    ),
-    "groups": Experiment(
-        "accuracy by fold and at motifs of active sites",
-        "groups",
-        lambda limit: groups.cases(max_proteins=limit),
+        lambda limit: components.cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",
-        "memory",
         lambda limit: sizes.memory_cases(),
     ),
 }

@@ -17,15 +17,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from benchmarks.harness import records
-from benchmarks.harness.measure import Case, Check, Figures
+from benchmarks.harness.measure import Case, Figures
 from benchmarks.registry import BENCHMARKS, EXPERIMENTS, GPU_BENCHMARKS, TIMED, Benchmark, Experiment
 
 REPEATS = 9
@@ -82,9 +81,14 @@ class Settings:
     def file(self, name: str) -> Path | None:
         """The file for the rows of a benchmark or an experiment."""
         if self.save:
-            own = "gpu" if name in GPU_BENCHMARKS else "cpu" if name in BENCHMARKS else EXPERIMENTS[name].kind
+            own = "gpu" if name in GPU_BENCHMARKS else "cpu" if name in BENCHMARKS else kind_of(name)
             return records.RESULTS / f"{own}.jsonl"
         return self.out
+
+
+def kind_of(name: str) -> str:
+    """The kind of the records of a benchmark or an experiment."""
+    return "speed" if name in TIMED else EXPERIMENTS[name].kind or name
 
 
 def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
@@ -115,7 +119,7 @@ def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
             "shape": dict(case.shape),
             "repeats": repeats,
             "load_average_before": load,
-            "check": _as_dict(check),
+            "check": asdict(check),
             **figures,
             "targets": [target.judge(figures) for target in case.targets],
         }
@@ -124,9 +128,8 @@ def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
     print("\n".join(lines), flush=True)
     file = settings.file(name)
     if file is not None:
-        kind = "speed" if name in TIMED else EXPERIMENTS[name].kind
         for row in rows:
-            records.append(file, kind, row, model=case.model, device=str(case.shape.get("device", "cpu")))
+            records.append(file, kind_of(name), row, model=case.model, device=str(case.shape.get("device", "cpu")))
     return rows
 
 
@@ -156,18 +159,14 @@ def run_in_turn(names: Sequence[str], settings: Settings) -> int:
                 bad += run_case(name, case, settings) is None
             except Exception:
                 bad += 1
-                _report_failure(name, case)
+                where = "" if case is None else f" · {case.name}"
+                print(f"\n{name}{where}: FAILED\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 if case is None:
                     # A generator that has failed yields no more cases.
                     break
             finally:
                 _free_device()
     return bad
-
-
-def _report_failure(name: str, case: Case | None) -> None:
-    where = "" if case is None else f" · {case.name}"
-    print(f"\n{name}{where}: FAILED\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def _free_device() -> None:
@@ -180,10 +179,6 @@ def _free_device() -> None:
 def _prepare(threads: int) -> None:
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
-
-
-def _as_dict(check: Check) -> dict[str, Any]:
-    return {"what": check.what, "error": check.error, "tolerance": check.tolerance}
 
 
 def _shown(figures: Figures) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Accuracy by what a calibration was made on: how many proteins, and of which structural class.
+"""Accuracy by the number of proteins of a calibration.
 
 No two shipped proteins share more than two 10-mers.
 """
@@ -6,7 +6,6 @@ No two shipped proteins share more than two 10-mers.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 
 from benchmarks.harness.embedded import evaluated, evaluation_set, exactness, rounded, shipped_proteins
@@ -15,16 +14,12 @@ from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.calibration.records import calibrate_records, first_records
+from esm_turbo.tasks.calibration.records import calibrate_records
 
-CLASSES = ("mainly_alpha", "mainly_beta", "alpha_beta", "little_structure", "transmembrane", "disordered")
-MIXED = "all classes"
 _PRESETS = ("paper", "turbo3", "turbo2", "turbo1")
 _DRAWS = {640: 1, 200: 3, 60: 3, 20: 3, 10: 3}
 # Every fifth domain.
 _STRIDE = 5
-# Calibrations on a class have the same number of residues; the proteins measured differ in little besides their class.
-_RESIDUES, _TESTED, _LENGTHS = 12_000, 12, range(60, 351)
 
 
 def size_cases(max_proteins: int | None = None) -> Iterator[Case]:
@@ -33,30 +28,13 @@ def size_cases(max_proteins: int | None = None) -> Iterator[Case]:
     for size, draws in _DRAWS.items():
         for draw in range(draws):
             chosen = shipped_proteins()[draw * size : (draw + 1) * size]
-            yield _case(f"{size} proteins, draw {draw}", chosen, tested)
-
-
-def class_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case of each calibration on a class, and on all in equal parts; none uses a protein that is measured."""
-    tested, rest = [], []
-    for group in CLASSES:
-        members = [protein for protein in shipped_proteins() if protein.structural_class == group]
-        last = [protein for protein in members if len(protein.sequence) in _LENGTHS][-_TESTED:]
-        tested += last[:max_proteins]
-        rest.append([protein for protein in members if protein not in last])
-    mixed = [protein for turn in itertools.zip_longest(*rest) for protein in turn if protein is not None]
-    for group, proteins in zip((MIXED, *CLASSES), (mixed, *rest), strict=True):
-        yield _case(group, first_records(proteins, _RESIDUES), tested)
-
-
-def _case(name: str, calibration: Sequence[ProteinRecord], tested: Sequence[ProteinRecord]) -> Case:
-    return Case(
-        name=name,
-        model=EMBEDDED_MODEL.name,
-        shape={"dtype": "float32", "tested": len(tested)},
-        check=lambda: exactness(tested[0]),
-        measure=functools.partial(_measure, calibration, tested),
-    )
+            yield Case(
+                name=f"{size} proteins, draw {draw}",
+                model=EMBEDDED_MODEL.name,
+                shape={"dtype": "float32", "tested": len(tested)},
+                check=lambda: exactness(tested[0]),
+                measure=functools.partial(_measure, chosen, tested),
+            )
 
 
 def _measure(calibration: Sequence[ProteinRecord], tested: Sequence[ProteinRecord], repeats: int) -> Figures:

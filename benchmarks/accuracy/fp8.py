@@ -1,4 +1,4 @@
-"""What eight-bit products cost: whole forwards with some products in eight bits against float32."""
+"""What eight-bit products cost: whole forwards with no product or all in eight bits against float32."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import torch
 from benchmarks.harness.embedded import SMALL_MODELS, evaluation_set, rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures, Target
 from esm_turbo import TurboEsm
-from esm_turbo.evaluate.precision import MOST_KL, choose_products, compare_forwards, figures_of, whole_forwards
+from esm_turbo.evaluate.precision import MOST_KL, compare_forwards, figures_of, whole_forwards
 from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.model.precision import PRODUCTS, all_products, in_eight_bits
 
 MODELS = ("esm2-mini", "esmc-mini")
-ALL = "all"
-SHARES = {
-    "none": (),
-    **{name: (name,) for name in PRODUCTS},
-    "feed-forward networks": ("mlp_in", "mlp_out"),
-    ALL: PRODUCTS,
-}
-"""Products in eight bits, in all layers."""
 _DOMAINS = 30
 
 
@@ -35,7 +27,7 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
     """
     for model in MODELS:
         shape = {"dtype": "bfloat16", "max_proteins": max_proteins}
-        targets = [Target(("shares", ALL, "kl_mean"), at_most=MOST_KL)]
+        targets = [Target(("shares", "all", "kl_mean"), at_most=MOST_KL)]
         measure = partial(_measure, model, max_proteins)
         yield Case(f"fp8 {model}", model, shape, partial(_check, model), measure, targets)
 
@@ -65,17 +57,9 @@ def _check(model: str) -> Check:
 
 def _measure(model: str, max_proteins: int | None, repeats: int) -> Figures:
     turbo, proteins = _half(model), _proteins(max_proteins)
-    products, exact = all_products(turbo.model), whole_forwards(small_model(model), proteins)
-    shares = {}
-    for name, names in SHARES.items():
-        with in_eight_bits(turbo.model, [product for product in products if product[1] in names]):
+    exact, shares = whole_forwards(small_model(model), proteins), {}
+    for share, products in {"none": [], "all": all_products(turbo.model)}.items():
+        with in_eight_bits(turbo.model, products):
             found = whole_forwards(turbo, proteins)
-        shares[name] = asdict(figures_of(compare_forwards(turbo, proteins, exact, found)))
-    chosen = choose_products(turbo, proteins)
-    return rounded({
-        "proteins": len(proteins),
-        "residues": sum(map(len, proteins)),
-        "shares": shares,
-        "against_bfloat16": asdict(chosen.every),
-        "kept": len(chosen.keep),
-    })  # fmt: skip
+        shares[share] = asdict(figures_of(compare_forwards(turbo, proteins, exact, found)))
+    return rounded({"proteins": len(proteins), "residues": sum(map(len, proteins)), "shares": shares})

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -134,17 +135,12 @@ def _measure(homologs: int, max_families: int | None, repeats: int) -> list[Figu
     taken, exact = time.perf_counter() - begin, math.exp(np.mean(losses["exact"]))
     rows_made = []
     for name in presets:
-        accuracy = TokenErrors.join(errors[name]).accuracy()
         perplexity = math.exp(np.mean(losses[name]))
         figures = {
             "preset": name,
             "perplexity": perplexity,
             "perplexity_over_exact": perplexity / exact,
-            "cosine_mean": accuracy.cosine_mean,
-            "cosine_q01": accuracy.cosine_q01,
-            "kl_mean": accuracy.kl_mean,
-            "kl_q99": accuracy.kl_q99,
-            "top1_agreement": accuracy.top1_agreement,
+            **asdict(TokenErrors.join(errors[name]).accuracy()),
         }
         size = {"families": len(families), "residues": len(losses[name]), "homologs_read": float(np.mean(read))}
         rows_made.append(rounded({**figures, **size, "proteins": evaluation_families().name, "seconds_taken": taken}))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -150,16 +150,12 @@ def _check() -> Check:
     return Check(what, error, _TOLERANCE)
 
 
-def main() -> None:
+def main(residues: int, window: int, overlap: int, memory: int) -> None:
     """Embed one random protein and print the peak memory of this process; run by `process_cases`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    for name in ("residues", "window", "overlap", "memory"):
-        parser.add_argument(name, type=int)
-    options = parser.parse_args()
     turbo = embedded()
     loaded = peak_resident()
-    ids = random_tokens(1, options.residues, cls=False)[0].tolist()
-    cut = Windows(options.window, options.overlap, options.memory)
+    ids = random_tokens(1, residues, cls=False)[0].tolist()
+    cut = Windows(window, overlap, memory)
     begin = time.perf_counter()
     found = embed_in_windows(turbo, ids, cut, [turbo.model.config.num_hidden_layers], frozenset(["mean", "per_tok"]))
     seconds = time.perf_counter() - begin
@@ -168,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -22,7 +22,6 @@ from esm_turbo.tasks.scoring.pairs import PairScores
 from esm_turbo.tasks.scoring.score import CandidateScore
 from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
 
-_COUNTS = (1, 2, 3, 6, 12)
 _BACKGROUNDS: tuple[Background, ...] = ("alone", "decoys", "targets")
 _NUMBERS: dict[str, Callable[[CandidateScore], float | None]] = {
     "specificity": lambda one: one.specificity,
@@ -31,57 +30,29 @@ _NUMBERS: dict[str, Callable[[CandidateScore], float | None]] = {
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """All targets, or some that are evenly spaced by length: by each background, and by numbers of decoys."""
+    """All targets, or some evenly spaced by length: ranks by likelihood and by the specificity of each background."""
     chosen = screens(max_proteins)
-    shape = {"dtype": "float32", "targets": len(chosen), "candidates": len({one.candidates[0] for one in chosen})}
-    for name, measure in (("all pairs", _measure_backgrounds), ("numbers of decoys", _measure_counts)):
-        yield Case(
-            name=name,
-            model=EMBEDDED_MODEL.name,
-            shape=shape,
-            check=lambda: check(chosen[0]),
-            measure=partial(_measure, measure, chosen),
-        )
+    yield Case(
+        name="all pairs",
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "targets": len(chosen), "candidates": len({one.candidates[0] for one in chosen})},
+        check=lambda: check(chosen[0]),
+        measure=partial(_measure, chosen),
+    )
 
 
-def _measure(measure: Callable[..., Figures], chosen: Sequence[Screen], repeats: int) -> Figures:
-    """What a case measures from the scores of all pairs, where targets and their own peptides stand in them."""
+def _measure(chosen: Sequence[Screen], repeats: int) -> Figures:
     own = [one.candidates[0] for one in chosen]
     targets, candidates = (list(dict.fromkeys(names)) for names in ([one.target for one in chosen], own))
-    plain = embedded().score_pairs(targets, candidates, background="none")
     at = [targets.index(one.target) for one in chosen]
-    return rounded(measure(plain, targets, candidates, at, own))
-
-
-def _measure_counts(
-    plain: PairScores, targets: list[str], candidates: list[str], at: Sequence[int], own: Sequence[str]
-) -> Figures:
-    """Percentiles of binders by the specificity of few decoys, and its rank correlation with that of all."""
-    contexts = [record.sequence for record in background_contexts("all-decoys", 1)[1]]
-    elsewhere = embedded().score_pairs(contexts, candidates, background="none")
-    by_count, found = {}, {}
-    for count in _COUNTS:
-        shared = figures_in(elsewhere[index].by_candidate() for index in range(count))
-        scores = PairScores(tuple(plain[i].with_background(shared, "decoys") for i in range(len(targets))), {})
-        by_count[count] = [[_known(one.specificity) for one in target.scores] for target in scores.scores if target]
-        found[str(count)] = places(scores, at, own, lambda one: one.specificity)
-    for count in _COUNTS:
-        agreements = [spearman(few, every) for few, every in zip(by_count[count], by_count[12], strict=True)]
-        found[str(count)]["with_all"] = float(np.mean([one for one in agreements if one is not None]))
-    return {"decoys": found}
-
-
-def _measure_backgrounds(
-    plain: PairScores, targets: list[str], candidates: list[str], at: Sequence[int], own: Sequence[str]
-) -> Figures:
-    """Percentiles of binders by likelihood, and by the specificity of each background."""
+    plain = embedded().score_pairs(targets, candidates, background="none")
     found = {"likelihood": places(plain, at, own, lambda one: one.mean_log_probability)}
     for background in _BACKGROUNDS:
         compared = _compared(plain, targets, candidates, background)
         for name, number in _NUMBERS.items():
             if number(compared[0].scores[0]) is not None:
                 found[f"{name}, {background}"] = places(compared, at, own, number)
-    return {"numbers": found}
+    return rounded({"numbers": found})
 
 
 def _compared(plain: PairScores, targets: Sequence[str], candidates: list[str], background: Background) -> PairScores:

@@ -11,30 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import EsmForMaskedLM
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import shipped_proteins
-from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import (
-    Case,
-    Check,
-    Figures,
-    Target,
-    finished,
-    interleave,
-    largest_difference,
-    ratio,
-    spread,
-)
-from benchmarks.harness.models import Architecture, masked_lm, random_calibration, turbo_of
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, ratios, timed
+from benchmarks.harness.models import Architecture, described, random_models
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, token_batches
 
 THEIRS = "Hugging Face's model"
-PRODUCTS = "matrix products alone"
 # Hidden states after the last layer norm are of size one; bfloat16 has eight bits.
 _TOLERANCE = 0.25
 
@@ -43,7 +30,7 @@ def call_cases(
     architecture: Architecture,
     residues: int,
     proteins: int,
-    toks_per_batch: Sequence[int],
+    toks_per_batch: int,
     candidates: int,
     new_tokens: int,
 ) -> Iterator[Case]:
@@ -59,112 +46,66 @@ def call_cases(
     """
     if not cuda_timing.available():
         return
-    model = masked_lm(architecture, cuda_timing.DEVICE)
-    turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
-    # The two share their weights.
-    turbo.model.to(torch.bfloat16)
-    shape = {
-        **architecture.described(),
-        "dtype": "bfloat16",
-        "device": cuda_timing.DEVICE,
-        "device_name": device_name(model.device),
-    }
+    model, turbo = random_models(architecture, DEFAULT_PRESET, cuda_timing.DEVICE, torch.bfloat16)
     known = [record.sequence for record in shipped_proteins() if len(record.sequence) <= 1022]
-    sequence = "".join(known)[:residues]
-    yield _case(
-        f"prefill of {residues}",
-        architecture,
-        {"context_tokens": residues + 1, "preset": DEFAULT_PRESET, **shape},
-        model,
-        turbo,
-        [sequence],
-        {"turbo.prefill": lambda: turbo.prefill(sequence)},
-        residues + 1,
-        [Target(("seconds", "turbo.prefill", "p50"), at_most=9e-3)],
-    )
-    calls = _Calls(architecture, model, turbo, sequence, shape)
+    calls = _Calls(architecture, model, turbo, "".join(known)[:residues])
+    yield calls.prefill()
     yield from (calls.extend(1, at_most=4e-3), calls.extend(64, at_most=10e-3))
     yield from (calls.score(candidates), calls.variants())
     yield from (calls.generate(1, new_tokens, at_least=250), calls.generate(64, new_tokens, at_least=5000))
     yield from (calls.replace(1, new_tokens), calls.replace(8, new_tokens))
-    chosen = known[:proteins]
-    for size in toks_per_batch:
-        embed: Callable[..., Any] = partial(turbo.embed, chosen, toks_per_batch=size)
-        mean, caches = "turbo.embed, mean", "turbo.embed, mean and caches"
-        yield _case(
-            f"embedding, batches of {size} tokens",
-            architecture,
-            {"proteins": len(chosen), "residues": sum(map(len, chosen)), "toks_per_batch": size, **shape},
-            model,
-            turbo,
-            chosen,
-            {mean: partial(embed, include=["mean"]), caches: partial(embed, include=["mean", "cache"])},
-            size,
-            [
-                Target(("per_second", mean), at_least=250e3),
-                Target(("ratios", f"{THEIRS} / {mean}"), at_least=1.7),
-                Target(("ratios", f"{mean} / {caches}"), at_least=0.8),
-            ],
-        )
-
-
-def _case(
-    name: str,
-    architecture: Architecture,
-    shape: dict[str, Any],
-    model: EsmForMaskedLM,
-    turbo: TurboEsm,
-    sequences: Sequence[str],
-    ours: dict[str, Callable[[], object]],
-    toks_per_batch: int,
-    targets: Sequence[Target],
-) -> Case:
-    rows = sorted_batches(turbo, sequences, toks_per_batch)
-    tokens = sum(len(sequence) + 2 for sequence in sequences)
-
-    def check() -> Check:
-        return check_hidden_states(model, turbo, rows[-1])
-
-    def measure(repeats: int) -> Figures:
-        arms = {
-            **ours,
-            THEIRS: partial(their_means, model.esm, rows),
-            PRODUCTS: partial(_products, architecture, tokens),
-        }
-        seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
-        first, *others = ours
-        return {
-            "seconds": seconds,
-            "unit": "residues",
-            "per_second": {arm: sum(map(len, sequences)) / seconds[arm]["p50"] for arm in arms},
-            "ratios": {
-                **{f"{THEIRS} / {arm}": ratio(seconds, THEIRS, arm) for arm in ours},
-                **{f"{first} / {arm}": ratio(seconds, first, arm) for arm in others},
-                **{f"{arm} / {PRODUCTS}": ratio(seconds, arm, PRODUCTS) for arm in ours},
-            },
-        }
-
-    return Case(name, architecture.name, shape, check, measure, targets)
+    yield calls.embed(known[:proteins], toks_per_batch)
 
 
 class _Calls:
-    """Calls that read one context.
+    """Cases of one model.
 
     Args:
         architecture: of the model.
         model: Hugging Face's.
         turbo: with the same weights.
         sequence: residues of the context.
-        shape: of the records.
     """
 
-    def __init__(
-        self, architecture: Architecture, model: EsmForMaskedLM, turbo: TurboEsm, sequence: str, shape: dict[str, Any]
-    ) -> None:
-        self.architecture, self.model, self.turbo, self.sequence, self.shape = (
-            architecture, model, turbo, sequence, shape,
-        )  # fmt: skip
+    def __init__(self, architecture: Architecture, model: EsmForMaskedLM, turbo: TurboEsm, sequence: str) -> None:
+        self.architecture, self.model, self.turbo, self.sequence = architecture, model, turbo, sequence
+        self.context = {"context_tokens": len(sequence) + 1, "preset": DEFAULT_PRESET}
         self.generator = random.Random(0)
+
+    def prefill(self) -> Case:
+        """A context, computed."""
+        residues, name = len(self.sequence), "turbo.prefill"
+        rows = sorted_batches(self.turbo, [self.sequence], residues + 1)
+        return self._case(
+            f"prefill of {residues}",
+            self.context,
+            lambda: check_hidden_states(self.model, self.turbo, rows[-1]),
+            {name: lambda: self.turbo.prefill(self.sequence), THEIRS: partial(their_means, self.model.esm, rows)},
+            ("residues", residues),
+            [Target(("seconds", name, "p50"), at_most=9e-3)],
+        )
+
+    def embed(self, proteins: Sequence[str], toks_per_batch: int) -> Case:
+        """Embeddings of many proteins, without and with their contexts."""
+        residues, rows = sum(map(len, proteins)), sorted_batches(self.turbo, proteins, toks_per_batch)
+        embed = partial(self.turbo.embed, proteins, toks_per_batch=toks_per_batch)
+        mean, caches = "turbo.embed, mean", "turbo.embed, mean and caches"
+        return self._case(
+            f"embedding, batches of {toks_per_batch} tokens",
+            {"proteins": len(proteins), "residues": residues, "toks_per_batch": toks_per_batch},
+            lambda: check_hidden_states(self.model, self.turbo, rows[-1]),
+            {
+                mean: partial(embed, include=["mean"]),
+                caches: partial(embed, include=["mean", "cache"]),
+                THEIRS: partial(their_means, self.model.esm, rows),
+            },
+            ("residues", residues),
+            [
+                Target(("per_second", mean), at_least=250e3),
+                Target(("ratios", f"{THEIRS} / {mean}"), at_least=1.7),
+                Target(("ratios", f"{mean} / {caches}"), at_least=0.8),
+            ],
+        )
 
     def extend(self, rows: int, at_most: float) -> Case:
         """Extension of one context by peptides; also of another context in every call."""
@@ -173,27 +114,21 @@ class _Calls:
         others = itertools.cycle([turbo.prefill(self.sequence[index:]) for index in range(8)])
         ids = self._ids([self.sequence + peptide for peptide in peptides])
 
-        def eager() -> Tensor:
-            with without_graphs(turbo):
-                return turbo.extend(context, peptides).hidden_states
-
         def check() -> Check:
             found = [turbo.extend(context, peptides).hidden_states for _ in range(3)][-1]
-            return Check(
-                "hidden states by a graph against eager ones, largest difference",
-                largest_difference(found, eager()),
-                _TOLERANCE,
-            )
+            with without_graphs(turbo):
+                expected = turbo.extend(context, peptides).hidden_states
+            error = largest_difference(found, expected)
+            return Check("hidden states by a graph against eager ones, largest difference", error, _TOLERANCE)
 
         name = "turbo.extend"
-        return self._read(
+        return self._case(
             f"extend by {rows} peptide{'s' if rows > 1 else ''}",
-            {"rows": rows},
+            {**self.context, "rows": rows},
             check,
             {
                 name: lambda: turbo.extend(context, peptides),
                 f"{name}, another context each time": lambda: turbo.extend(next(others), peptides),
-                f"{name}, no graphs": eager,
                 THEIRS: lambda: self.model(ids).logits,
             },
             ("peptides", rows),
@@ -212,9 +147,9 @@ class _Calls:
             return Check("mean log-probabilities, few peptides against many, largest difference", error, _TOLERANCE)
 
         names = {arm: f"turbo.score, {arm}" for arm in ("turbo", "frozen")}
-        return self._read(
+        return self._case(
             f"score {candidates:,} peptides",
-            {"rows": candidates},
+            {**self.context, "rows": candidates},
             check,
             {name: partial(turbo.score, self.sequence, peptides, arm=arm) for arm, name in names.items()},
             ("peptides", candidates),
@@ -244,9 +179,9 @@ class _Calls:
                 self.model.lm_head(states[torch.arange(len(part)), part]).float().log_softmax(-1).cpu()
 
         names = {arm: f"turbo.score_variants, {arm}" for arm in ("turbo", "frozen")}
-        return self._read(
+        return self._case(
             f"score all variants of {residues} residues",
-            {"rows": residues},
+            {**self.context, "rows": residues},
             check,
             {
                 **{name: partial(turbo.score_variants, self.sequence, arm=arm) for arm, name in names.items()},
@@ -302,25 +237,20 @@ class _Calls:
             *_, once, again = (turbo.generate([self.sequence] * rows, **options).sequences for _ in range(4))
             return Check("sequences that differ when generated twice", float(once != again), 0.0)
 
-        def eager() -> None:
-            with without_graphs(turbo):
-                turbo.generate([self.sequence] * rows, **options)
-
         name = "turbo.generate"
-        return self._read(
+        return self._case(
             case,
-            {"rows": rows, "new_tokens": new_tokens},
+            {**self.context, "rows": rows, "new_tokens": new_tokens},
             check,
             {
                 name: partial(turbo.generate, [self.sequence] * rows, **options),
-                f"{name}, no graphs": eager,
                 THEIRS: recomputed,
             },
             ("residues", rows * new_tokens),
             targets,
         )
 
-    def _read(
+    def _case(
         self,
         name: str,
         shape: dict[str, Any],
@@ -333,24 +263,17 @@ class _Calls:
 
         @torch.no_grad()
         def measure(repeats: int) -> Figures:
-            seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
+            seconds = timed(arms, repeats)
             first, *others = arms
+            pairs = [*((first, arm) for arm in others), *((THEIRS, arm) for arm in arms if arm != THEIRS)]
             return {
                 "seconds": seconds,
                 "unit": unit,
                 "per_second": {arm: count / seconds[arm]["p50"] for arm in arms},
-                "ratios": {
-                    **{f"{first} / {arm}": ratio(seconds, first, arm) for arm in others},
-                    **{
-                        f"{THEIRS} / {arm}": ratio(seconds, THEIRS, arm)
-                        for arm in arms
-                        if THEIRS in arms and arm != THEIRS
-                    },
-                },
+                "ratios": ratios(seconds, *pairs),
             }
 
-        described = {"context_tokens": len(self.sequence) + 1, "preset": DEFAULT_PRESET, **self.shape, **shape}
-        return Case(name, self.architecture.name, described, check, measure, targets)
+        return Case(name, self.architecture.name, {**described(self.turbo.model), **shape}, check, measure, targets)
 
     def _peptides(self, count: int) -> list[str]:
         return ["".join(self.generator.choices(STANDARD_RESIDUES, k=12)) for _ in range(count)]
@@ -405,19 +328,3 @@ def their_means(encoder: Callable[..., Any], batches: Sequence[Batch]) -> list[T
         inside[:, 0] = 0
         means.append(((states * inside).sum(1) / inside.sum(1)).cpu())
     return means
-
-
-@torch.no_grad()
-def _products(architecture: Architecture, tokens: int) -> None:
-    """The matrix products of all layers for a number of tokens."""
-    hidden, inner = architecture.num_heads * architecture.head_dim, architecture.intermediate_size
-    options: dict[str, Any] = {"device": cuda_timing.DEVICE, "dtype": torch.bfloat16}
-    weights = [torch.randn(shape, **options) for shape in ((3 * hidden, hidden), (hidden, hidden), (inner, hidden))]
-    down = torch.randn(hidden, inner, **options)
-    for _ in range(architecture.num_layers):
-        # In chunks that fit into memory with a model.
-        for start in range(0, tokens, 65536):
-            x = torch.empty(min(65536, tokens - start), hidden, **options)
-            for weight in weights:
-                wide = functional.linear(x, weight)
-            functional.linear(wide, down)

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import cuda_timing
-from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread, worst
-from benchmarks.harness.names import COMPRESSED, LAYER, SDPA, SDPA_FLOAT32
+from benchmarks.harness.measure import Case, Check, Figures, Target, ratios, spread, worst
+from benchmarks.harness.names import COMPRESSED, LAYER, SDPA
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import KVCodec, PackedContext
@@ -51,9 +51,10 @@ def attention_cases(
     if not cuda_timing.available():
         return
     for shape in shapes:
+        rows, tokens, queries = shape
         arms = Arms(shape)
         yield Case(
-            name=name_of(shape),
+            name=f"batch {rows} x {tokens}, {queries} {'query' if queries == 1 else 'queries'}",
             model=LAYER,
             shape=arms.described(),
             check=arms.check,
@@ -62,23 +63,16 @@ def attention_cases(
         )
 
 
-def name_of(shape: Shape) -> str:
-    """Name of a shape."""
-    rows, tokens, queries = shape
-    return f"batch {rows} x {tokens}, {queries} {'query' if queries == 1 else 'queries'}"
-
-
 @functools.cache
-def embedded_codec(preset: str, heads: int = HEADS, layer_idx: int = _LAYER) -> KVCodec:
-    """Codec of a middle layer of the embedded model, with its heads repeated to a given number."""
+def embedded_codec(preset: str) -> KVCodec:
+    """Codec of a middle layer of the embedded model, with its heads repeated."""
     codec = Calibration.load(EMBEDDED_MODEL / CALIBRATION_FILE).codec(preset)
-    state = {}
+    state, heads = {}, codec.geometry.num_heads
     for name, stack in codec.state.items():
-        layer = stack[layer_idx : layer_idx + 1]
-        by_head = layer.dim() > 1 and layer.shape[1] == codec.geometry.num_heads and "widths" not in name
-        state[name] = layer.repeat(1, heads // codec.geometry.num_heads, *[1] * (layer.dim() - 2)) if by_head else layer
-    geometry = Geometry(num_layers=1, num_heads=heads, head_dim=codec.geometry.head_dim)
-    return type(codec)(TurboConfig.from_preset(preset), geometry, state)
+        layer = stack[_LAYER : _LAYER + 1]
+        by_head = layer.dim() > 1 and layer.shape[1] == heads and "widths" not in name
+        state[name] = layer.repeat(1, HEADS // heads, *[1] * (layer.dim() - 2)) if by_head else layer
+    return type(codec)(TurboConfig.from_preset(preset), Geometry(1, HEADS, HEAD_DIM), state)
 
 
 def bits_of(codec: KVCodec) -> dict[str, dict[str, int]]:
@@ -89,33 +83,28 @@ def bits_of(codec: KVCodec) -> dict[str, dict[str, int]]:
     }
 
 
-def new_tokens(
-    shape: Shape, device: str | None = None, geometry: Geometry | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def new_tokens(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of new tokens, bfloat16."""
-    device = device or cuda_timing.DEVICE
+    device = cuda_timing.DEVICE
     generator = torch.Generator(device).manual_seed(0)
-    heads, head_dim = (HEADS, HEAD_DIM) if geometry is None else (geometry.num_heads, geometry.head_dim)
-    size = (shape[0], heads, shape[2], head_dim)
+    size = (shape[0], HEADS, shape[2], HEAD_DIM)
     draw = partial(torch.randn, size, device=device, generator=generator, dtype=torch.bfloat16)
     return draw() * 0.125, draw(), draw()
 
 
-def random_context(codec: KVCodec, rows: int, columns: int, device: str | None = None) -> PackedContext:
+def random_context(codec: KVCodec, rows: int, columns: int) -> PackedContext:
     """Contexts of random codes as an extension reads them; the first token is protected if the preset does so."""
-    device = device or cuda_timing.DEVICE
-    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
-    packed = {}
+    device, packed = cuda_timing.DEVICE, {}
     for kind in ("key", "value"):
         for slab in codec.field_slabs(0, kind):
-            size = (rows, heads, columns, len(slab.components) * slab.bits // 8)
+            size = (rows, HEADS, columns, len(slab.components) * slab.bits // 8)
             packed[slab.name] = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
     # As in a cache on a device; the second slot is empty.
     slots = _SLOTS if codec.config.protect_special_tokens else 0
-    protected = torch.zeros(rows, heads, slots, head_dim, dtype=torch.bfloat16, device=device)
+    protected = torch.zeros(rows, HEADS, slots, HEAD_DIM, dtype=torch.bfloat16, device=device)
     protected_columns = torch.full((rows, slots), -1, dtype=torch.int32, device=device)
     protected_columns[:, :1] = 0
-    per_row = torch.zeros(rows, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
+    per_row = torch.zeros(rows, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device=device)
     mask = torch.ones(rows, columns, dtype=torch.bool, device=device)
     mask[:, : min(slots, 1)] = False
     return PackedContext(
@@ -165,6 +154,8 @@ class Arms:
         return Check(what, worst(errors), _TOLERANCE)
 
     def measure(self, repeats: int) -> Figures:
+        from esm_turbo.ops import triton_attention as triton_kernels
+
         gc.collect()
         torch.cuda.empty_cache()
         query, *_ = new_tokens(self.shape)
@@ -173,36 +164,22 @@ class Arms:
         by_backend, failed = sdpa_backends(query, dense)
         best = min(by_backend, key=by_backend.__getitem__)
         contexts = {preset: random_context(codec, self.rows, self.columns) for preset, codec in self.codecs.items()}
-        arms = self._arms(query, dense, SDPBackend.__members__[best], contexts)
+        new = new_tokens(self.shape)
+        arms: dict[str, Callable[[], object]] = {SDPA: partial(sdpa, SDPBackend.__members__[best], query, *dense)}
+        for preset, context in contexts.items():
+            arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
         cold, not_cold = cuda_timing.captured_seconds(arms, repeats)
         figures = cuda_timing.figures(cold, {**failed, **not_cold})
         seconds = figures["seconds"]
         stored = {preset: sum(x.nbytes for x in context.packed.values()) for preset, context in contexts.items()}
         stored[SDPA] = sum(x.nbytes for x in dense)
-        stored[SDPA_FLOAT32] = 2 * stored[SDPA]
-        pairs = [*((SDPA, preset) for preset in self.codecs), (SDPA_FLOAT32, SDPA)]
         return figures | {
-            "ratios": {f"{a} / {b}": ratio(seconds, a, b) for a, b in pairs if a in seconds and b in seconds},
+            "ratios": ratios(seconds, *((SDPA, preset) for preset in self.codecs)),
             "SDPA bf16 backend": best,
             "SDPA bf16 seconds by backend": by_backend,
             "bytes": stored,
             "GB/s": {name: size / seconds[name]["p50"] / 1e9 for name, size in stored.items() if name in seconds},
         }
-
-    def _arms(
-        self, query: Tensor, dense: list[Tensor], backend: SDPBackend, contexts: dict[str, PackedContext]
-    ) -> dict[str, Callable[[], object]]:
-        from esm_turbo.ops import triton_attention as triton_kernels
-
-        new = new_tokens(self.shape)
-        wide = [x.float() for x in (query, *dense)]
-        arms: dict[str, Callable[[], object]] = {
-            SDPA: partial(sdpa, backend, query, *dense),
-            SDPA_FLOAT32: partial(functional.scaled_dot_product_attention, *wide, scale=1.0),
-        }
-        for preset, context in contexts.items():
-            arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
-        return arms
 
 
 def sdpa(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -14,13 +14,12 @@ from transformers import EsmcConfig, PreTrainedModel
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import SMALL_MODELS, shipped_proteins
-from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, finished, interleave, ratio, spread
-from benchmarks.harness.models import Architecture, random_calibration, random_sequences
-from benchmarks.harness.names import BF16, FEED_FORWARD, FP8
+from benchmarks.harness.measure import Case, Check, Figures, Target, ratios, timed
+from benchmarks.harness.models import Architecture, described, random_calibration, random_sequences
+from benchmarks.harness.names import BF16, FP8
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.model.precision import all_products, quantize_products
+from esm_turbo.model.precision import quantize_products
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 
 _TOLERANCE = 1.1
@@ -72,15 +71,13 @@ def cases(geometries: Sequence[Geometry]) -> Iterator[Case]:
 
 
 def _models(geometry: Geometry) -> dict[str, TurboEsm]:
-    """A model in bfloat16, and copies with eight-bit products that share the rest of its weights."""
+    """A model in bfloat16, and a copy with eight-bit products that shares the rest of its weights."""
     turbo = random_model(geometry.build, geometry.tokenizer)
     model = turbo.model
     model.set_turbo(calibration=random_calibration(model.base_model, [DEFAULT_PRESET]), preset=DEFAULT_PRESET)
-    models = {BF16: model}
-    shared = {id(weight): weight for weight in model.parameters()}
-    for arm, kept in ((FEED_FORWARD, ("qkv", "attention_out")), (FP8, ())):
-        models[arm] = copy.deepcopy(model, dict(shared))
-        quantize_products(models[arm], [product for product in all_products(model) if product[1] in kept])
+    reduced = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    quantize_products(reduced, [])
+    models = {BF16: model, FP8: reduced}
     return {arm: TurboEsm(model.requires_grad_(False), turbo.tokenizer) for arm, model in models.items()}
 
 
@@ -150,26 +147,15 @@ class _Calls:
 
     def _case(self, name: str, unit: str, count: int, call: Callable[[TurboEsm], Callable[[], object]]) -> Case:
         """A call of every model, of so many units."""
-        encoder = self.models[BF16].model.base_model
-        config = encoder.config
-        shape = {
-            "layers": config.num_hidden_layers,
-            "heads": config.num_attention_heads,
-            "head_dim": config.hidden_size // config.num_attention_heads,
-            "dtype": "bfloat16",
-            "preset": DEFAULT_PRESET,
-            "device": cuda_timing.DEVICE,
-            "device_name": device_name(encoder.device),
-        }
+        shape = {**described(self.models[BF16].model), "preset": DEFAULT_PRESET}
 
         def measure(repeats: int) -> Figures:
-            arms = {arm: [partial(finished, call(turbo))] for arm, turbo in self.models.items()}
-            seconds = spread(interleave(arms, repeats))
+            seconds = timed({arm: call(turbo) for arm, turbo in self.models.items()}, repeats)
             return {
                 "seconds": seconds,
                 "unit": unit,
-                "per_second": {arm: count / seconds[arm]["p50"] for arm in arms},
-                "ratios": {f"{BF16} / {arm}": ratio(seconds, BF16, arm) for arm in arms if arm != BF16},
+                "per_second": {arm: count / seconds[arm]["p50"] for arm in self.models},
+                "ratios": ratios(seconds, (BF16, FP8)),
                 "weight_bytes": {arm: _bytes(turbo.model) for arm, turbo in self.models.items()},
                 "context_bytes": self.models[BF16].prefill(self.context).nbytes,
             }

@@ -12,9 +12,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.cuda.calls import check_hidden_states, sorted_batches, their_means
 from benchmarks.harness import cuda_timing
-from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, finished, interleave, ratio, spread
-from benchmarks.harness.models import Architecture, masked_lm, random_calibration, random_sequences, turbo_of
+from benchmarks.harness.measure import Case, Check, Figures, ratios, timed
+from benchmarks.harness.models import Architecture, described, random_models, random_sequences
 from benchmarks.harness.names import EMBED
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
@@ -38,10 +37,7 @@ def cases(architecture: Architecture) -> Iterator[Case]:
     """One row for each shape, with random weights in bfloat16."""
     if not cuda_timing.available():
         return
-    model = masked_lm(architecture, cuda_timing.DEVICE)
-    turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
-    # The two share their weights.
-    turbo.model.to(torch.bfloat16)
+    model, turbo = random_models(architecture, DEFAULT_PRESET, cuda_timing.DEVICE, torch.bfloat16)
     for name, lengths in SHAPES.items():
         yield _case(name, architecture, model, turbo, random_sequences(lengths))
 
@@ -49,14 +45,7 @@ def cases(architecture: Architecture) -> Iterator[Case]:
 def _case(name: str, architecture: Architecture, model: EsmForMaskedLM, turbo: TurboEsm, proteins: list[str]) -> Case:
     rows = sorted_batches(turbo, proteins, _TOKENS_PER_BATCH)
     residues = sum(map(len, proteins))
-    shape = {
-        **architecture.described(),
-        "proteins": len(proteins),
-        "residues": residues,
-        "dtype": "bfloat16",
-        "device": cuda_timing.DEVICE,
-        "device_name": device_name(model.device),
-    }
+    shape = {**described(turbo.model), "proteins": len(proteins), "residues": residues}
 
     def theirs(implementation: str, compiled: bool = False) -> Callable[[], object]:
         # Compiled once, and again for other lengths.
@@ -81,13 +70,13 @@ def _case(name: str, architecture: Architecture, model: EsmForMaskedLM, turbo: T
         }
         if is_flash_attn_2_available():
             arms[VARLEN] = theirs("flash_attention_2")
-        seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
+        seconds = timed(arms, repeats)
         counted = dict.fromkeys(arms, residues) | {PREFILL: sum(map(len, proteins[:64]))}
         return {
             "seconds": seconds,
             "unit": "residues",
             "per_second": {arm: counted[arm] / seconds[arm]["p50"] for arm in arms},
-            "ratios": {f"{arm} / {EMBED}": ratio(seconds, arm, EMBED) for arm in arms if arm not in (EMBED, PREFILL)},
+            "ratios": ratios(seconds, *((arm, EMBED) for arm in arms if arm not in (EMBED, PREFILL))),
         }
 
     return Case(name, architecture.name, shape, check, measure)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,26 +15,16 @@ _SOURCES = ("esm_turbo", "benchmarks", "calibration_data", "pyproject.toml", ":!
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Revision:
-    """The commit of a checkout.
+def source_revision(checkout: str | os.PathLike[str] = _CHECKOUT) -> dict[str, Any] | None:
+    """The commit that this package runs from, and whether sources differ from it, untracked files included.
 
-    Attributes:
-        commit: full hash.
-        dirty: whether sources differ from that commit, untracked files included.
+    None for an installed package or without git.
     """
-
-    commit: str
-    dirty: bool
-
-
-def source_revision(checkout: str | os.PathLike[str] = _CHECKOUT) -> Revision | None:
-    """The commit that this package runs from; None for an installed package or without git."""
     if not (Path(checkout) / ".git").exists():
         return None
     commit = _git(checkout, "rev-parse", "HEAD")
     changes = _git(checkout, "status", "--porcelain", "--", *_SOURCES)
-    return None if commit is None or changes is None else Revision(commit, bool(changes))
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
 def processor_name() -> str:

@@ -104,37 +104,31 @@ def worst(errors: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, list[float]]:
-    """Time arms in turn, so that a machine whose speed drifts slows all of them alike.
+def interleave(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Time calls in turn, so that a machine whose speed drifts slows all of them alike.
 
     Args:
-        arms: parts of each arm by name, equally many per arm; the arms take turns part by part.
+        arms: calls by name; the clock stops when the CUDA device, if there is one, has finished.
         repeats: number of rounds after a warm-up round; every other round runs the arms in reverse order.
 
     Returns:
-        Seconds of each repeat, summed over the parts.
+        Seconds of each repeat.
     """
-    names = list(arms)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(-1, repeats):
-        order = names if repeat % 2 else names[::-1]
-        sums = dict.fromkeys(names, 0.0)
-        for parts in zip(*(arms[name] for name in order), strict=True):
-            for name, part in zip(order, parts, strict=True):
-                begin = time.perf_counter()
-                part()
-                sums[name] += time.perf_counter() - begin
-        if repeat >= 0:
-            for name in names:
-                times[name].append(sums[name])
+        for name in arms if repeat % 2 else reversed(arms):
+            begin = time.perf_counter()
+            arms[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if repeat >= 0:
+                times[name].append(time.perf_counter() - begin)
     return times
 
 
-def finished(call: Callable[[], object]) -> None:
-    """Run a call and wait for the CUDA device, if there is one."""
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def timed(arms: Mapping[str, Callable[[], object]], repeats: int) -> Figures:
+    """Spread of the seconds of calls that take turns, see `interleave` and `spread`."""
+    return spread(interleave(arms, repeats))
 
 
 def spread(times: Mapping[str, Sequence[float]]) -> Figures:
@@ -146,9 +140,13 @@ def spread(times: Mapping[str, Sequence[float]]) -> Figures:
     return figures
 
 
-def ratio(seconds: Figures, numerator: str, denominator: str) -> float:
-    """Ratio of the medians of two arms."""
-    return float(seconds[numerator]["p50"] / seconds[denominator]["p50"])
+def ratios(seconds: Figures, *pairs: tuple[str, str]) -> dict[str, float]:
+    """Ratios of the medians of pairs of arms by "one / other", of those that were measured."""
+    return {
+        f"{one} / {other}": seconds[one]["p50"] / seconds[other]["p50"]
+        for one, other in pairs
+        if one in seconds and other in seconds
+    }
 
 
 def in_process(module: str, *arguments: object) -> Figures:
@@ -167,7 +165,16 @@ def peak_resident() -> int:
         OSError: the system does not report it (it is not Linux).
     """
     # Not ru_maxrss, which a process inherits from its parent.
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
+    return status_bytes("VmHWM")
+
+
+def status_bytes(name: str, process: int | str = "self") -> int:
+    """Bytes of memory of a process, of a field of its status in /proc.
+
+    Raises:
+        OSError: the system has none.
+    """
+    for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM")
+    raise OSError(f"/proc/{process}/status has no {name}")

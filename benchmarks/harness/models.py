@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig, EsmForMaskedLM, EsmTokenizer
+from transformers import EsmConfig, EsmForMaskedLM, EsmTokenizer, PreTrainedModel
 
+from benchmarks.harness.environment import device_name
 from esm_turbo import Calibration, KVCalibrator, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import PRODUCT_PRESETS
+from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 
 _CLS, _FIRST_RESIDUE, _LAST_RESIDUE, _EOS = 0, 4, 23, 2
@@ -60,6 +61,19 @@ class Architecture:
         )
 
 
+def described(model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes, dtype and device of a model as recorded."""
+    geometry = Geometry.of(model.config)
+    return {
+        "layers": geometry.num_layers,
+        "heads": geometry.num_heads,
+        "head_dim": geometry.head_dim,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "device_name": device_name(model.device),
+    }
+
+
 def random_tokens(rows: int, residues: int, *, cls: bool = True, eos: bool = False, seed: int = 0) -> Tensor:
     """Token ids of random proteins, [rows, residues + special tokens]."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,14 +109,21 @@ def turbo_of(model: EsmForMaskedLM, calibration: Calibration | None = None, pres
     return TurboEsm(TurboEsmForMaskedLM.from_esm(model, calibration=calibration, preset=preset), tokenizer)
 
 
-def random_turbo(
+def random_models(
     architecture: Architecture, preset: str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> TurboEsm:
-    """A model of random weights with a calibration on random proteins, for one preset."""
+) -> tuple[EsmForMaskedLM, TurboEsm]:
+    """A model of random weights, and one that shares them, with a calibration on random proteins for one preset."""
     model = masked_lm(architecture, device)
     turbo = turbo_of(model, random_calibration(model.esm, [preset]), preset)
     turbo.model.to(device, dtype)
-    return turbo
+    return model, turbo
+
+
+def random_turbo(
+    architecture: Architecture, preset: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> TurboEsm:
+    """The second of `random_models`."""
+    return random_models(architecture, preset, device, dtype)[1]
 
 
 def random_calibration(model: Any, presets: Iterable[str] = PRODUCT_PRESETS) -> Calibration:

@@ -11,14 +11,14 @@ COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
 # Attention on a CUDA device.
 LAYER = "maps and bits of a layer of esm2-mini, random codes"
 """The model that rows of attention alone name."""
-SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
+SDPA = "SDPA bf16"
 
 # Embeddings.
 SAME_BATCHES, FILE_ORDER, EMBED = "plain loop, same batches", "plain loop, file order, batches of 8", "turbo.embed"
 
 # Precision of products.
-BF16, FEED_FORWARD, FP8 = "bfloat16", "fp8, feed-forward networks", "fp8"
-"""No product in eight bits, those of the feed-forward networks, and all."""
+BF16, FP8 = "bfloat16", "fp8"
+"""No product in eight bits, and all."""
 
 # Scoring and variant effects.
 SCREENS = (20, 100, 1000)

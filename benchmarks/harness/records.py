@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def _revision() -> dict[str, Any] | None:
     """Revision of the checkout, or else of the environment variable ("COMMIT" or "COMMIT dirty")."""
     revision = source_revision()
     if revision is not None:
-        return asdict(revision)
+        return revision
     commit, _, rest = os.environ.get(REVISION_VARIABLE, "").partition(" ")
     return {"commit": commit, "dirty": rest == "dirty"} if commit else None
 

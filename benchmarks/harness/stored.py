@@ -32,6 +32,20 @@ def newest(kind: str, key: Callable[[dict[str, Any]], Hashable], file: str | Non
     return found
 
 
+def speed(benchmark: str, file: str = "cpu", *, by_device: bool = False) -> list[Record]:
+    """The newest record of every case of a benchmark of speed, of each device if `by_device`.
+
+    Raises:
+        LookupError: there is no record.
+    """
+
+    def key(figures: dict[str, Any]) -> Hashable:
+        device = figures["device_name"] if by_device else None
+        return (figures["case"], device) if figures["benchmark"] == benchmark else None
+
+    return list(newest("speed", key, file).values())
+
+
 def accuracy(proteins: str, preset: str, part: str = "leave_one_out") -> Record:
     """The newest record of a preset on a protein set with a given part: `leave_one_out`, `extend` or `memory`.
 

@@ -19,6 +19,16 @@ def cosine(figures: Mapping[str, float]) -> str:
     return f"{figures['cosine_mean']:.5f} ({figures['cosine_q01']:.4f})"
 
 
+def accuracy(figures: Mapping[str, float]) -> list[str]:
+    """Cells of the two columns of `accuracy_head`."""
+    return [cosine(figures), small(figures["kl_mean"])]
+
+
+def accuracy_head(*titles: str) -> list[str]:
+    """Titles of two columns each: cosine and mean KL divergence."""
+    return [column for title in titles for column in (f"{title}: cosine (1 %)", "KL")]
+
+
 def small(x: float) -> str:
     """Two digits, as a decimal fraction down to a millionth."""
     if x < 1e-6:
@@ -26,14 +36,14 @@ def small(x: float) -> str:
     return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
 
 
-def made_by(record: Record, *others: Record) -> str:
-    """Versions of a record, and its commit and those of others, in words."""
+def made_by(record: Record, *others: Record, packages: Sequence[str] = ("torch", "transformers")) -> str:
+    """Versions of packages at a record, and its commit and those of others, in words."""
     versions = record["environment"]["versions"]
     commits = dict.fromkeys(
         one["revision"]["commit"][:10] + " with local changes" * one["revision"]["dirty"] for one in (record, *others)
     )
     commit = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-    return f"torch {versions['torch']}, transformers {versions['transformers']}, {commit}"
+    return ", ".join([*(f"{name} {versions[name]}" for name in packages), commit])
 
 
 def source(record: Record, file: str, model: str = "esm2-mini", others: Sequence[Record] = ()) -> str:

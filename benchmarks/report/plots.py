@@ -51,7 +51,6 @@ _FAMILIES: Mapping[str, Sequence[str]] = {
     "fp8": ["fp8"],
 }
 _MARKERS = "osD^v<>Pp*h"
-_LABELLED = ("turbo",)
 _FREEZING = "freezing error"
 _SETS = {"cath_val200": "CATH domains", "long_human": "proteins of 600 to 1,022 residues"}
 # What rounding of float32 leaves; a code that is better is shown there.
@@ -110,22 +109,19 @@ def freezing() -> Figure:
 
 
 def _draw_families(axis: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    for family, names in _FAMILIES.items():
+    for index, (family, names) in enumerate(_FAMILIES.items()):
         known = [name for name in names if name in points]
         if not known:
             continue
         bits, errors = zip(*(points[name] for name in known), strict=True)
+        ours = family == "turbo"
         # Points of most codecs lie too close for labels of their own, so that the legend names them.
-        names = family if family == "turbo" else ", ".join(known)
-        axis.plot(bits, errors, color=_colour(family), marker=_marker(family), label=names,
-                  markersize=6, **_line(family))  # fmt: skip
-        for name in known if family in _LABELLED else ():
-            axis.annotate(name, points[name], xytext=(6, 3), textcoords="offset points", fontsize=8.5,
-                          color=_colour(family))  # fmt: skip
-
-
-def _line(family: str) -> dict[str, Any]:
-    return {"linewidth": 2, "alpha": 1.0} if family == "turbo" else {"linewidth": 1, "alpha": 0.7}
+        label = family if ours else ", ".join(known)
+        colour = colormaps["tab10"](index) if index < 10 else colormaps["Dark2"](index - 10)
+        axis.plot(bits, errors, color=colour, marker=_MARKERS[index], label=label, markersize=6,
+                  linewidth=2 if ours else 1, alpha=1.0 if ours else 0.7)  # fmt: skip
+        for name in known if ours else ():
+            axis.annotate(name, points[name], xytext=(6, 3), textcoords="offset points", fontsize=8.5, color=colour)
 
 
 def _point(preset: Mapping[str, Any], name: str) -> tuple[float, float]:
@@ -140,15 +136,6 @@ def _side(entry: Mapping[str, Any], side: str) -> dict[str, Any]:
         "refreshed": entry["refreshed"],
         "error": max(_FLOOR, 1 - entry[side]["residues"]["cosine_mean"]),
     }
-
-
-def _colour(family: str) -> tuple[float, ...]:
-    index = list(_FAMILIES).index(family)
-    return colormaps["tab10"](index) if index < 10 else colormaps["Dark2"](index - 10)
-
-
-def _marker(family: str) -> str:
-    return _MARKERS[list(_FAMILIES).index(family) % len(_MARKERS)]
 
 
 PLOTS: dict[str, Callable[[], Figure]] = {"pareto": pareto, "freezing": freezing}

@@ -1,4 +1,4 @@
-"""Tables of accuracy and memory by preset, made from the stored records."""
+"""Tables of accuracy and memory by preset and by calibration, made from the stored records."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from typing import Any
 from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import cosine, small, source, table
+from benchmarks.report.markdown import accuracy, accuracy_head, cosine, made_by, small, source, table
 from esm_turbo.config import COMPARISON_PRESETS
+from esm_turbo.files.tabular import counted
 
 _DOMAINS, _LONG = "cath_val200", "long_human"
 # Kinds of records, the family in words, and the model they were measured with.
 _FAMILIES = {"accuracy": ("ESM-2", "esm2-mini"), "families": ("ESM-C", "esmc-mini")}
-_OTHERS = list(COMPARISON_PRESETS)
 _SIZES_SOURCE = (
     "Size of a cache of 1,024 tokens with everything stored for it. It follows from the geometry alone; no weights are"
     " needed. `benchmarks/results/memory.jsonl`.\n"
 )
 _MIB = 2**20
+_PLANTS = {
+    "outliers x1": "none",
+    "keys x10": "keys x10",
+    "keys x60": "keys x60",
+    "outliers x10": "keys and values x10",
+    "outliers x60": "keys and values x60",
+}
 
 
 def overview() -> str:
@@ -28,7 +35,7 @@ def overview() -> str:
         record = stored.accuracy(_DOMAINS, name)
         memory, figures = _preset(record)["memory"], _residues(record)
         cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
-        rows.append([*cells, cosine(figures), small(figures["kl_mean"])])
+        rows.append([*cells, *accuracy(figures)])
     head = ["preset", "bits", "vs fp16", "cosine (1 %)", "KL"]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
 
@@ -40,18 +47,14 @@ def families() -> str:
         cells = [f"`{name}`"]
         for proteins in (_DOMAINS, _LONG):
             for kind in _FAMILIES:
-                figures = _residues(stored.accuracies(proteins, kind=kind)[name])
-                cells += [cosine(figures), small(figures["kl_mean"])]
+                cells += accuracy(_residues(stored.accuracies(proteins, kind=kind)[name]))
         rows.append(cells)
     where = ("domains", "600 to 1,022 residues")
-    head = [
-        "preset",
-        *(title for place in where for m, _ in _FAMILIES.values() for title in (f"{place}, {m}: cosine (1 %)", "KL")),
-    ]
+    head = accuracy_head(*(f"{place}, {family}" for place in where for family, _ in _FAMILIES.values()))
     sources = (
         source(stored.accuracies(_DOMAINS, kind=kind)["turbo3"], kind, model) for kind, (_, model) in _FAMILIES.items()
     )
-    return table(head, rows) + " ".join(map(str.rstrip, sources)) + "\n"
+    return table(["preset", *head], rows) + " ".join(map(str.rstrip, sources)) + "\n"
 
 
 def homologs() -> str:
@@ -98,7 +101,7 @@ def codecs() -> str:
     rows, found = [], by_bits(_DOMAINS)
     for name, domains in found.items():
         memory, figures = _preset(domains)["memory"], _residues(domains)
-        rows.append([f"`{name}`", f"{memory['bits_per_element']:.2f}", cosine(figures), small(figures["kl_mean"])])
+        rows.append([f"`{name}`", f"{memory['bits_per_element']:.2f}", *accuracy(figures)])
     head = ["preset", "bits", "cosine (1 %)", "KL"]
     return table(head, rows) + source(found["int4"], "accuracy", others=list(found.values()))
 
@@ -120,44 +123,12 @@ def freezing() -> str:
     )
 
 
-def allocation() -> str:
-    """Leave-one-out with bytes where a layer or a head needs them most, against the same in all layers."""
-    found = stored.newest("allocation", lambda figures: (figures["case"], figures["preset"])).values()
-    places = {"same": "the same everywhere", "layers": "by layer", "heads": "by head"}
-    rows, models = [], list(dict.fromkeys(record["model"] for record in found))
-    for record in found:
-        arms = record["figures"]["arms"]
-        cells = (cell for name in places for cell in (cosine(arms[name]), small(arms[name]["kl_mean"])))
-        rows.append([f"`{record['figures']['preset']}`, {record['model']}", *cells])
-    head = ["bytes", *(title for place in places.values() for title in (f"{place}: cosine (1 %)", "KL"))]
-    record = next(iter(found))
-    size = f"{record['figures']['proteins']} domains, {record['figures']['arms']['same']['tokens']:,} residues. "
-    return table(head, rows) + size + source(record, "allocation", " and ".join(models))
-
-
-def refreshing() -> str:
-    """Freezing error against cost: schedules of refreshed residues, and fitted corrections."""
-    found = list(stored.newest("refreshing", lambda figures: figures["case"]).values())
-    models = [record["model"] for record in found]
-    arms = [record["figures"]["arms"] for record in found]
-    rows = []
-    for name, first in sorted(arms[0].items(), key=lambda arm: arm[1]["cost"]):
-        cells = (cell for of_model in arms for cell in (cosine(of_model[name]), small(of_model[name]["kl_mean"])))
-        rows.append([name, f"{first['cost']:,.0f}", *cells])
-    head = ["refreshed", "tokens x layers", *(t for model in models for t in (f"{model}: cosine (1 %)", "KL"))]
-    size = f"The last 8 residues of {found[0]['figures']['domains']} domains are new. "
-    return table(head, rows) + size + source(found[0], "refreshing", " and ".join(models))
-
-
 def fp8() -> str:
     """Whole forwards with some products in eight bits against float32."""
     found = list(stored.newest("fp8", lambda figures: figures["case"]).values())
     models, shares = [record["model"] for record in found], [record["figures"]["shares"] for record in found]
-    rows = [
-        [name, *(cell for of_model in shares for cell in (cosine(of_model[name]), small(of_model[name]["kl_mean"])))]
-        for name in ("none", "all")
-    ]
-    head = ["products in eight bits", *(title for model in models for title in (f"{model}: cosine (1 %)", "KL"))]
+    rows = [[name, *(cell for each in shares for cell in accuracy(each[name]))] for name in ("none", "all")]
+    head = ["products in eight bits", *accuracy_head(*models)]
     size = f"{found[0]['figures']['proteins']} domains, {found[0]['figures']['residues']:,} residues. "
     said = source(found[0], "fp8", " and ".join(models)).replace(" in float32", " in bfloat16, against float32,")
     return table(head, rows) + size + said
@@ -178,23 +149,33 @@ def calibration_size() -> str:
     return table(head, rows) + source(draws[0], "calibration_size")
 
 
-def class_shift_paper() -> str:
-    """Mainly beta proteins after calibrations on mainly beta and on mainly alpha proteins, by preset."""
-    found = _by_class()
+def calibration_cost() -> str:
+    """Seconds and bytes of a calibration by size of the model."""
+    rows, sources = [], []
+    for record in (
+        *stored.speed("calibration", by_device=True),
+        *stored.speed("calibration_cuda", "gpu", by_device=True),
+    ):
+        figures, device, shape = record["figures"], record["environment"]["device_name"], record["figures"]["shape"]
+        where = f"{device}, {counted(record['environment']['threads'], 'thread')}, {shape['dtype']}"
+        size = str(shape["proteins"]), f"{shape['residues']:,}"
+        cost = f"{figures['seconds']['all']['p50']:.1f}", f"{figures['file MiB']:.1f}"
+        rows.append([record["model"], where, *size, *cost])
+        sources.append(f"{record['model']}, {device}: {made_by(record)}.")
+    head = ["model", "on", "proteins", "residues", "seconds", "file, MiB"]
+    return table(head, rows) + " ".join(sources) + " `benchmarks/results/cpu.jsonl`, `gpu.jsonl`.\n"
+
+
+def peer_outliers() -> str:
+    """All codecs where channels are outliers, ours first."""
+    found = stored.newest("peer_outliers", lambda figures: (figures["preset"], figures["case"]))
     rows = []
-    for preset in found["mainly_beta"]:
-        beta, alpha = (found[group][preset]["mainly_beta"] for group in ("mainly_beta", "mainly_alpha"))
-        difference = alpha["cosine_mean"] - beta["cosine_mean"]
-        rows.append([f"`{preset}`", cosine(beta), cosine(alpha), f"{difference:+.5f}"])
-    head = ["measured on mainly beta", "calibrated on mainly beta", "calibrated on mainly alpha", "difference"]
-    record = next(iter(stored.newest("class_shift", lambda figures: figures["case"]).values()))
-    return table(head, rows) + source(record, "class_shift")
-
-
-def _by_class() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """Accuracies of every calibration, preset and class measured."""
-    found = stored.newest("class_shift", lambda figures: figures["case"])
-    return {case: record["figures"]["presets"] for case, record in found.items()}
+    for preset in sorted(dict.fromkeys(key[0] for key in found), key=lambda name: name not in COMPRESSED):
+        figures = (found[preset, case]["figures"]["residues"] for case in _PLANTS)
+        rows.append([f"`{preset}`", *(small(errors["kl_mean"]) for errors in figures)])
+    records = list(found.values())
+    size = f"{records[0]['figures']['shape']['tested']} domains. "
+    return table(["KL", *_PLANTS.values()], rows) + size + source(records[0], "peer_outliers", others=records)
 
 
 def memory_by_geometry() -> str:
@@ -203,19 +184,15 @@ def memory_by_geometry() -> str:
     for name, record in stored.newest("memory", lambda figures: figures["size"]).items():
         figures = record["figures"]["presets"]
         cells = (f"{figures[preset]['bytes'] / _MIB:,.1f}" for preset in ("fp16", *COMPRESSED))
-        rows.append([f"{name}: {_geometry(record)}", *cells])
+        shape = record["figures"]["shape"]
+        rows.append([f"{name}: {shape['num_layers']} x {shape['num_heads']} x {shape['head_dim']}", *cells])
     head = ["MiB; layers x heads x head_dim", "fp16", *(f"`{name}`" for name in COMPRESSED)]
     return table(head, rows) + _SIZES_SOURCE
 
 
-def _geometry(record: Record) -> str:
-    shape = record["figures"]["shape"]
-    return f"{shape['num_layers']} x {shape['num_heads']} x {shape['head_dim']}"
-
-
 def by_bits(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
     """Newest records of all compressed presets on a protein set, the most bits first."""
-    found = {n: r for n, r in stored.accuracies(proteins, part).items() if n in COMPRESSED or n in _OTHERS}
+    found = {n: r for n, r in stored.accuracies(proteins, part).items() if n in (*COMPRESSED, *COMPARISON_PRESETS)}
     return dict(sorted(found.items(), key=lambda item: -_preset(item[1])["memory"]["bits_per_element"]))
 
 
@@ -233,7 +210,6 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, homologs, frozen_queries,
-        codecs, freezing, allocation, refreshing, fp8,
-        calibration_size, class_shift_paper, memory_by_geometry,
+        codecs, freezing, fp8, calibration_size, calibration_cost, peer_outliers, memory_by_geometry,
     )
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections import Counter
 from benchmarks.harness import stored
 from benchmarks.report.markdown import source, table
 
-# Kinds of trials, see benchmarks/attack/__main__.py, and former ones that are now part of `identity`.
+# Kinds of trials, see benchmarks/attack/__main__.py.
 _TRIED = {
     "kills": "a command killed at one of its operations on files, and run again",
     "text": "FASTA, CSV and other text damaged",
@@ -23,15 +23,12 @@ _TRIED = {
     "caches": "random operations on a cache, compared with a model in float64",
     "identity": "weights, options, code, hooks or adapters changed between making contexts and using them, or back",
     "homologs": "contexts of homologs of E1 damaged, or their model changed",
-    "weights": "weights changed between two calls",
-    "folders": "weights changed between two runs into one folder",
     "nonsense": "bodies without sense sent to a service, while another client asks",
     "leaving": "clients that leave a service in the middle of large requests, likewise",
     "stalling": "clients that stall or do not read, likewise",
     "starving": "a client that takes all it can get, likewise",
     "stopped": "SIGTERM to a service while requests run",
 }
-_FORMER = ("weights", "folders")
 _HOUR = 3600
 _KILLED = {
     "workers": "`--workers`: a worker",
@@ -52,7 +49,6 @@ def attack() -> str:
     rows = [
         [tried, f"{figures['trials'].get(kind, 0):,}", f"{sum(figures['findings'].get(kind, {}).values()):,}"]
         for kind, tried in _TRIED.items()
-        if kind not in _FORMER or kind in figures["trials"]
     ]
     rows.append(["all", f"{figures['trials_total']:,}", f"{figures['findings_total']:,}"])
     said = (

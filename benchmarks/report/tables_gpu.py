@@ -19,10 +19,9 @@ from benchmarks.harness.names import (
     SDPA,
 )
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import table
+from benchmarks.report.markdown import made_by, table
 from esm_turbo.config import DEFAULT_PRESET
 
-FILE = "gpu"
 # What rows name as their model, where a reader needs more words.
 _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and random codes"}
 
@@ -30,18 +29,20 @@ _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and ra
 def gpu_attention(records: Sequence[Record]) -> str:
     """Speedup of attention over compressed contexts against SDPA, on all but the first device by the default preset."""
     by_device = _by_device(records)
+    shape = "{batch_size} x {context_tokens:,}, {queries}"
     first, *others = (
-        {_decoding(record["figures"]["shape"]): record["figures"] for record in found} for found in by_device.values()
+        {shape.format(**figures["shape"]): figures for figures in (record["figures"] for record in found)}
+        for found in by_device.values()
     )
     rows = []
-    for shape, figures in first.items():
-        if shape not in _LEFT_OUT:
+    for name, figures in first.items():
+        if name not in _LEFT_OUT:
             backend = figures["SDPA bf16 backend"].partition("_")[0].lower()
             rows.append([
-                shape,
-                f"{_us(figures['seconds'], SDPA)} ({backend})",
+                name,
+                f"{1e6 * figures['seconds'][SDPA]['p50']:,.1f} ({backend})",
                 *(_ratio(figures, f"{SDPA} / {preset}") for preset in _SHOWN),
-                *(_ratio(of[shape], f"{SDPA} / {DEFAULT_PRESET}") if shape in of else "–" for of in others),
+                *(_ratio(of[name], f"{SDPA} / {DEFAULT_PRESET}") if name in of else "–" for of in others),
             ])  # fmt: skip
     more = [f"`{DEFAULT_PRESET}`, {device}" for device in list(by_device)[1:]]
     head = ["batch x context, queries", "SDPA bf16, µs (backend)", *(f"`{p}`" for p in _SHOWN), *more]
@@ -73,12 +74,10 @@ def gpu_cold_start(records: Sequence[Record]) -> str:
     for record in records:
         figures = record["figures"]
         where = f"{record['environment']['device_name']}, {figures['cores']} cores"
-        rows.append(
-            [where, str(figures["kernels"]), *(f"{figures['seconds'][a]['p50']:.1f}" for a in ("cold", "warm"))]
-        )
+        seconds = (f"{figures['seconds'][arm]['p50']:.1f}" for arm in ("cold", "warm"))
+        rows.append([where, str(figures["kernels"]), *seconds])
     head = ["on", "kernels", "all calls in a fresh process, kernels compiled, s", "kernels on disk, s"]
-    said = "Single runs"
-    return table(head, rows) + _source(records, said)
+    return table(head, rows) + _source(records, "Single runs")
 
 
 def gpu_e1(records: Sequence[Record]) -> str:
@@ -144,16 +143,9 @@ def gpu_whole_forwards(records: Sequence[Record]) -> str:
     arms = sorted(dict.fromkeys(found), key=lambda arm: (not arm.startswith("turbo."), arm != "eager", arm))
     rows = []
     for record in records:
-        figures = record["figures"]
-        rows.append([
-            f"{figures['case']} tokens",
-            *(
-                f"{figures['per_second'][arm]:,.0f}{_times(figures, f'{arm} / {EMBED}')}"
-                if arm in figures["per_second"]
-                else "–"
-                for arm in arms
-            ),
-        ])  # fmt: skip
+        figures, rates = record["figures"], record["figures"]["per_second"]
+        cells = (f"{rates[arm]:,.0f}{_times(figures, f'{arm} / {EMBED}')}" if arm in rates else "–" for arm in arms)
+        rows.append([f"{figures['case']} tokens", *cells])
     head = ["proteins", *(f"`{arm}`" if arm.startswith("turbo.") else f"Hugging Face's, {arm}" for arm in arms)]
     said = "residues per second, padding not counted (how many times as fast `turbo.embed` is); means of residues"
     return table(head, rows) + _source(records, said)
@@ -165,19 +157,12 @@ def _call(arm: str) -> str:
     return f"`{call}`{comma}{rest}" if call.startswith("turbo.") else arm
 
 
-def _decoding(shape: dict[str, Any]) -> str:
-    """Contexts and queries of a row of decode attention."""
-    return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
-
-
 _CARD = 72e9
 # Shapes between others that are shown, or much like them.
 _LEFT_OUT = ("64 x 512, 1", "1 x 4,096, 1", "8 x 1,024, 1", "8 x 4,096, 1", "8 x 16,384, 1")
 # Calls with other batches than by default.
 _NOT_DEFAULT = ("embedding, batches of 4096 tokens",)
-_SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
-
-
+_SHOWN = (*COMPRESSED[1:], COMPRESSED[0])
 _SOURCES = {
     gpu_calls: "calls_cuda",
     gpu_attention: "decode_attention_cuda",
@@ -187,20 +172,13 @@ _SOURCES = {
     gpu_one_card: "fp8_cuda",
     gpu_whole_forwards: "whole_forwards_cuda",
 }
-
-
 # Tables of all devices; others are made once for each.
 _TOGETHER = (gpu_attention, gpu_calls, gpu_cold_start)
 
 
 def _made(make: Callable[[Sequence[Record]], str], benchmark: str) -> str:
     """The table, or tables, of the newest record of each device and case."""
-    found = stored.newest(
-        "speed",
-        lambda f: (f["device_name"], f["case"]) if f["benchmark"] == benchmark else None,
-        FILE,
-    )
-    records = list(found.values())
+    records = stored.speed(benchmark, "gpu", by_device=True)
     return make(records) if make in _TOGETHER else "\n".join(map(make, _by_device(records).values()))
 
 
@@ -217,10 +195,6 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _us(seconds: dict[str, Any], arm: str) -> str:
-    return f"{1e6 * seconds[arm]['p50']:,.1f}" if arm in seconds else ""
-
-
 def _ratio(figures: dict[str, Any], name: str) -> str:
     found = figures["ratios"].get(name)
     return "" if found is None else f"{found:.2f}x"
@@ -231,23 +205,10 @@ def _times(figures: dict[str, Any], name: str) -> str:
     return f" ({ratio})" if ratio else ""
 
 
-def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
+def _source(records: Sequence[Record], said: str) -> str:
     models = "; ".join(dict.fromkeys(_IN_WORDS.get(name, name) for record in records if (name := record["model"])))
     text = said[0].upper() + said[1:].removesuffix(".")
     how = f"Measured with {models}," if models else "Run"
-    runs = " and ".join(f"on {device}, {_made_by(found)}" for device, found in _by_device(records).items())
-    return f"{text}. {how} {runs}; `benchmarks/results/{file}.jsonl`.\n"
-
-
-def _made_by(records: Sequence[Record]) -> str:
-    """Versions and commits of records of one device."""
-    versions = records[-1]["environment"]["versions"]
-    commits = dict.fromkeys(_commit(record["revision"]) for record in records)
-    return (
-        f"torch {versions['torch']}, triton {versions.get('triton', 'missing')}, transformers"
-        f" {versions['transformers']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-    )
-
-
-def _commit(revision: dict[str, Any] | None) -> str:
-    return "not known" if revision is None else revision["commit"][:10] + (" with local changes" * revision["dirty"])
+    made = partial(made_by, packages=("torch", "triton", "transformers"))
+    runs = " and ".join(f"on {device}, {made(*found)}" for device, found in _by_device(records).items())
+    return f"{text}. {how} {runs}; `benchmarks/results/gpu.jsonl`.\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness import stored
-from benchmarks.harness.names import screening_arms
+from benchmarks.harness.names import SCREENS, screening_arms
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import source, table
+from esm_turbo.config import DEFAULT_REFRESH
 
 Figures = dict[str, Any]
 _LARGEST_SCREEN = 1000
@@ -19,50 +20,31 @@ _SHOWN_VARIANT_ARMS = (
     "frozen, masked, 32", "turbo3, wild_type", "turbo3, masked, 8", "turbo2, masked, 8", "turbo1, wild_type",
     "turbo1, masked, 8",
 )  # fmt: skip
+_VARIANT_HEAD = ("arm", "marginals", "refreshed")
 
 
 def screening() -> str:
     """Agreement of the cached arms with the full one on targets and peptides, and what they cost."""
-    speed = speed_record("scoring_12_on_500")["figures"]["ratios"]
-    rows = []
-    found = screened()
-    for arm in ["full", *screening_arms()]:
-        figures = found[arm]
+    [speed] = stored.speed("scoring_12_on_500")
+    rows, means = [], screened()
+    for arm in ("full", *screening_arms()):
+        figures = means[arm]
         kind, place, refresh = _parts(arm)
         if refresh not in _SHOWN_REFRESHES:
             continue
-        faster = speed.get(f"{_speed_name(kind)}, {refresh} refreshed, {_LARGEST_SCREEN} candidates / full")
-        rows.append(
-            [
-                f"`{kind}`",
-                place,
-                refresh,
-                "1" if kind == "full" else "" if faster is None else f"{faster:.0f}",
-                *(
-                    ["", ""]
-                    if kind == "full"
-                    else [
-                        f"{figures['mean_difference']:.4f}",
-                        f"{figures['spearman']:.3f} ({figures['lowest_spearman']:.2f})",
-                    ]
-                ),
-                f"{figures['ahead_of_shuffled']:.2f}",
-                f"{figures['ahead_of_swapped']:.2f}",
-            ]
-        )
-    record = screening_records()[0]
-    head = [
-        "arm",
-        "placeholder",
-        "refreshed",
-        "speedup",
-        "difference, nats per residue",
-        "Spearman (lowest)",
-        "win rate, shuffled",
-        "win rate, swapped",
-    ]
-    targets = sum(len(one["figures"]["targets_scored"]) for one in screening_records())
-    return table(head, rows) + f"{targets} targets. " + source(record, "screening")
+        name = f"{_speed_name(kind)}, {refresh} refreshed, {_LARGEST_SCREEN} candidates / full"
+        if kind == "full":
+            compared = ["1", "", ""]
+        else:
+            spearman = f"{figures['spearman']:.3f} ({figures['lowest_spearman']:.2f})"
+            compared = [_rounded(speed["figures"]["ratios"].get(name)), f"{figures['mean_difference']:.4f}", spearman]
+        ahead = (f"{figures[f'ahead_of_{decoys}']:.2f}" for decoys in ("shuffled", "swapped"))
+        rows.append([f"`{kind}`", place, refresh, *compared, *ahead])
+    head = ["arm", "placeholder", "refreshed", "speedup", "difference, nats per residue", "Spearman (lowest)",
+            "win rate, shuffled", "win rate, swapped"]  # fmt: skip
+    records = screening_records()
+    targets = sum(len(record["figures"]["targets_scored"]) for record in records)
+    return table(head, rows) + f"{targets} targets. " + source(records[0], "screening")
 
 
 _NUMBERS = {
@@ -92,69 +74,57 @@ def specificity() -> str:
 
 
 def scoring_speed() -> str:
-    """Candidates a second of the arms, by model and size of the screen."""
-    rows, last = [], None
-    for record in speed_records("scoring_12_on_500"):
-        figures, last = record["figures"], record
-        rates, ratios = figures["candidates_per_second"], figures["ratios"]
-        for arm in ("frozen", "turbo"):
-            cells = []
-            for screen in (20, 100, 1000):
-                name = f"{arm}, 8 refreshed, {screen} candidates"
-                cells.append(f"{rates[name]:.3g} ({ratios[f'{name} / full']:.0f}x)")
-            where = figures["shape"]["device"]
-            rows.append([record["model"], where, f"{rates['full']:.3g}", f"`{arm}`", *cells])
-    if last is None:
-        raise LookupError("no records of scoring speed")
+    """Candidates a second of the arms, by size of the screen."""
+    [record] = stored.speed("scoring_12_on_500")
+    figures, rows = record["figures"], []
+    rates, ratios = figures["candidates_per_second"], figures["ratios"]
+    for arm in ("frozen", "turbo"):
+        names = [f"{arm}, {DEFAULT_REFRESH} refreshed, {screen} candidates" for screen in SCREENS]
+        cells = (f"{rates[name]:.3g} ({ratios[f'{name} / full']:.0f}x)" for name in names)
+        rows.append([record["model"], figures["shape"]["device"], f"{rates['full']:.3g}", f"`{arm}`", *cells])
     head = ["model", "device", "full", "arm", "20 candidates", "100", "1,000"]
-    models = "the models in the first column"
-    return table(head, rows) + source(last, "cpu", models)
+    return table(head, rows) + source(record, "cpu", "the models in the first column")
 
 
 def variant_effects() -> str:
     """Correlation with measured fitness and with the full arm, and cost."""
-    speed = speed_record("variant_positions")["figures"]["ratios"]
-    record = variant_record("fitness")
-    rows = []
-    for arm in _SHOWN_VARIANT_ARMS:
-        figures = record["figures"]["arms"][arm]
+    [speed] = stored.speed("variant_positions")
+
+    def cells(arm: str, figures: Figures) -> list[str]:
         kind, method, refresh = _parts(arm)
-        faster = speed.get(f"full / {_speed_name(kind)}, {refresh} refreshed") if method == "masked" else None
-        rows.append(
-            [
-                f"`{kind}`",
-                method.replace("_", "-"),
-                refresh,
-                "1" if arm == "full, masked" else "" if faster is None else f"{faster:.0f}",
-                f"{figures['spearman_with_measured']:.3f}",
-                f"{figures['spearman_with_full']:.3f}",
-            ]
-        )
-    head = ["arm", "marginals", "refreshed", "speedup", "Spearman with fitness", "Spearman with full, masked"]
+        faster = speed["figures"]["ratios"].get(f"full / {_speed_name(kind)}, {refresh} refreshed")
+        return [
+            "1" if arm == "full, masked" else _rounded(faster if method == "masked" else None),
+            *(f"{figures[f'spearman_with_{other}']:.3f}" for other in ("measured", "full")),
+        ]
+
+    record, rows = _variants("fitness", cells)
+    head = [*_VARIANT_HEAD, "speedup", "Spearman with fitness", "Spearman with full, masked"]
     return table(head, rows) + source(record, "variants")
 
 
 def variant_leak() -> str:
     """Predictions of masked residues from cached proteins that have seen them."""
-    record = variant_record("leak")
-    rows = []
-    for arm in _SHOWN_VARIANT_ARMS:
-        figures = record["figures"]["arms"][arm]
-        kind, method, refresh = _parts(arm)
-        rows.append(
-            [
-                f"`{kind}`",
-                method.replace("_", "-"),
-                refresh,
-                f"{figures['wild_type_gain']:+.3f}",
-                f"{figures['divergence']:.3f}",
-                f"{100 * figures['wild_type_first']:.1f} %",
-            ]
-        )
-    head = ["arm", "marginals", "refreshed", "wild-type gain, nats", "KL from full, nats", "wild type ranked first"]
+
+    def cells(arm: str, figures: Figures) -> list[str]:
+        first = f"{100 * figures['wild_type_first']:.1f} %"
+        return [f"{figures['wild_type_gain']:+.3f}", f"{figures['divergence']:.3f}", first]
+
+    record, rows = _variants("leak", cells)
+    head = [*_VARIANT_HEAD, "wild-type gain, nats", "KL from full, nats", "wild type ranked first"]
     figures = record["figures"]
     said = f"{figures['positions']:,} positions of {figures['tested']} CATH domains. "
     return table(head, rows) + said + source(record, "variants")
+
+
+def _variants(case: str, cells: Callable[[str, Figures], list[str]]) -> tuple[Record, list[list[str]]]:
+    """The newest record of a case of the variants, and a row for each arm that is shown."""
+    record = stored.newest("variants", lambda figures: figures["case"])[case]
+    rows = []
+    for arm in _SHOWN_VARIANT_ARMS:
+        kind, method, refresh = _parts(arm)
+        rows.append([f"`{kind}`", method.replace("_", "-"), refresh, *cells(arm, record["figures"]["arms"][arm])])
+    return record, rows
 
 
 def screening_records() -> list[Record]:
@@ -175,22 +145,6 @@ def screened() -> dict[str, Figures]:
     return means
 
 
-def variant_record(case: str) -> Record:
-    """The newest record of a case of the variants."""
-    return stored.newest("variants", lambda figures: figures["case"] if figures["case"] == case else None)[case]
-
-
-def speed_record(benchmark: str) -> Record:
-    """The newest record of a benchmark of one case."""
-    return stored.newest("speed", lambda f: f["benchmark"] if f["benchmark"] == benchmark else None, "cpu")[benchmark]
-
-
-def speed_records(prefix: str) -> list[Record]:
-    """The newest record of every benchmark whose name begins so."""
-    found = stored.newest("speed", lambda f: f["benchmark"] if f["benchmark"].startswith(prefix) else None, "cpu")
-    return list(found.values())
-
-
 def _parts(arm: str) -> tuple[str, str, str]:
     """Arm or preset, place or method, and residues refreshed."""
     kind, *rest = arm.split(", ")
@@ -203,15 +157,15 @@ def _speed_name(kind: str) -> str:
     return "turbo" if kind == "turbo3" else kind
 
 
+def _rounded(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0f}"
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "screening": screening,
-    "specificity": specificity,
-    "scoring_speed": scoring_speed,
-    "variant_effects": variant_effects,
-    "variant_leak": variant_leak,
+TABLES = {
+    function.__name__: function for function in (screening, specificity, scoring_speed, variant_effects, variant_leak)
 }

@@ -1,136 +1,132 @@
-"""Tables about embedding many proteins, about the store of contexts, and about where a cache does not pay."""
+"""Tables about embedding many and long proteins, about the store of contexts, and about where a cache does not pay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 from benchmarks.harness import stored
 from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import made_by, source, table
+from benchmarks.report.markdown import accuracy, made_by, source, table
+from esm_turbo.files.tabular import counted
 
-_FILES = ("cpu", "gpu")
+_OVERLAP = 64
 # Arms of the benchmark of identities.
 _IDENTITY = ("opening a store", "looking for changes in the sample, too", "extension")
 
 
 def embedding_throughput() -> str:
     """Our loop beside plain ones."""
-    rows, last = [], None
-    for _, record in _speed("embedding_throughput"):
-        last = record
+    rows, records = [], stored.speed("embedding_throughput")
+    for record in records:
         figures = record["figures"]
-        shape, rates = figures["shape"], figures["residues_per_second"]
-        rows.append(
-            [
-                f"{record['model']}, {shape['dtype']}",
-                str(shape["proteins"]),
-                *(f"{rates[arm]:,.0f}" for arm in (FILE_ORDER, SAME_BATCHES, EMBED)),
-                f"{1 / figures['ratios'][f'{EMBED} / {SAME_BATCHES}']:.2f}x",
-                f"{figures['ratios'][f'{FILE_ORDER} / {EMBED}']:.2f}x",
-            ]
-        )
-    assert last is not None
+        shape, rates, ratios = figures["shape"], figures["residues_per_second"], figures["ratios"]
+        speeds = (f"{rates[arm]:,.0f}" for arm in (FILE_ORDER, SAME_BATCHES, EMBED))
+        faster = 1 / ratios[f"{EMBED} / {SAME_BATCHES}"], ratios[f"{FILE_ORDER} / {EMBED}"]
+        where = f"{record['model']}, {shape['dtype']}", str(shape["proteins"])
+        rows.append([*where, *speeds, *(f"{ratio:.2f}x" for ratio in faster)])
     head = ["model", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
             "speedup over the same batches", "speedup over file order"]  # fmt: skip
-    return table(head, rows) + source(last, "cpu")
+    return table(head, rows) + source(records[-1], "cpu")
+
+
+def windows() -> str:
+    """Window by window against the full run, by window and memory."""
+    # Without a memory no preset is used.
+    preset = {True: "turbo3", False: "none"}
+    found = stored.newest(
+        "windows",
+        lambda f: (
+            (f["window"], f["memory"]) if f["overlap"] == _OVERLAP and f["preset"] == preset[f["memory"] > 0] else None
+        ),
+    )
+    rows = []
+    for record in found.values():
+        window, memory = (record["figures"][name] for name in ("window", "memory"))
+        figures = record["figures"]["against_full"]
+        where = [str(window), str(memory) if memory else "none (plain windows)"]
+        rows.append([*where, *accuracy(figures)])
+    head = ["window", "memory", "`turbo3`: cosine (1 %)", "KL"]
+    return table(head, rows) + f"{record['figures']['tested']} proteins. " + source(record, "windows")
+
+
+def long_memory() -> str:
+    """Peak memory and speed by length."""
+    [record] = stored.speed("long_proteins")
+    figures = record["figures"]
+    rows = []
+    for length, one in figures["bytes"].items():
+        bytes_of = [one["loaded"], one["peak"], one["output"], figures["bytes_without_output"][length]]
+        speed = f"{figures['residues_per_second'][length]:,.0f}"
+        rows.append([f"{int(length):,}", *(f"{size / 2**20:,.0f}" for size in bytes_of), speed])
+    shape = figures["shape"]
+    growth = figures["growth"]["peak without the output"]
+    sizes = ("model loaded", "peak", "result", "peak without the result")
+    head = ["residues", *(f"{size}, MiB" for size in sizes), "residues/s"]
+    return (
+        table(head, rows)
+        + f"Windows of {shape['window']}, overlap {shape['overlap']}, memory {shape['memory']} as `{shape['preset']}`;"
+        f" the peak without the result grows by a factor of {growth:.2f}. " + source(record, "cpu")
+    )
 
 
 def store_read() -> str:
     """A context from a store beside its prefill."""
-    rows, by_file = [], {}
-    for file, record in _speed("store_read", "store_read_cuda"):
-        by_file[file] = record
-        figures = record["figures"]
-        seconds = figures["seconds"]
-        places = ("prefill", "disk", "host memory", "device memory")
-        rows.append(
-            [
-                f"{record['model']}, {figures['shape']['dtype']}",
-                _device(record),
-                str(figures["shape"]["residues"]),
-                f"{figures['bytes']['cache'] / 2**20:.2f}",
-                *(f"{1e3 * seconds[place]['p50']:.1f}" if place in seconds else "" for place in places),
-            ]
+
+    def cells(record: Record) -> list[str]:
+        figures, seconds = record["figures"], record["figures"]["seconds"]
+        times = (
+            f"{1e3 * seconds[place]['p50']:.1f}" if place in seconds else ""
+            for place in ("prefill", "disk", "host memory", "device memory")
         )
-    head = ["model", "on", "residues", "MiB", "prefill, ms", "disk, ms", "host memory, ms", "device memory, ms"]
-    return table(head, rows) + _sources(by_file)
+        return [str(figures["shape"]["residues"]), f"{figures['bytes']['cache'] / 2**20:.2f}", *times]
+
+    head = ["residues", "MiB", "prefill, ms", "disk, ms", "host memory, ms", "device memory, ms"]
+    return _on_devices("store_read", head, cells)
 
 
 def identity_cost() -> str:
     """Recognising a model: once when a store is opened, and at every call."""
-    rows, by_file = [], {}
-    for file, record in _speed("identity", "identity_cuda"):
-        by_file[file] = record
+
+    def cells(record: Record) -> list[str]:
         shape, seconds = record["figures"]["shape"], record["figures"]["seconds"]
-        rows.append(
-            [
-                f"{record['model']}, {shape['dtype']}",
-                _device(record),
-                *(f"{1e3 * seconds[arm]['p50']:,.1f}" for arm in _IDENTITY),
-                f"{shape['new_residues']} on {shape['context_tokens'] - 1}",
-            ]
-        )
-    head = ["model", "on", "opening a store, ms", "looking for changes at a call, ms", "the call, ms", "residues"]
-    return table(head, rows) + _sources(by_file)
+        times = (f"{1e3 * seconds[arm]['p50']:,.1f}" for arm in _IDENTITY)
+        return [*times, f"{shape['new_residues']} on {shape['context_tokens'] - 1}"]
+
+    head = ["opening a store, ms", "looking for changes at a call, ms", "the call, ms", "residues"]
+    return _on_devices("identity", head, cells)
 
 
 def short_contexts() -> str:
     """From which length on a cache pays."""
-    rows, last = [], None
-    for _, record in _speed("short_contexts"):
-        last = record
+    rows, records = [], stored.speed("short_contexts")
+    for record in records:
         figures = record["figures"]
-        seconds, count = figures["seconds"], figures["shape"]["candidates"]
-        even = figures["break_even_candidates"]
-        rows.append(
-            [
-                str(figures["shape"]["context_residues"]),
-                *(f"{count / seconds[arm]['p50']:,.0f}" for arm in ("full", "turbo")),
-                f"{figures['ratios']['full / turbo']:.1f}x",
-                "never" if even is None else f"{even:.1f}",
-            ]
-        )
-    assert last is not None
+        seconds, shape, even = figures["seconds"], figures["shape"], figures["break_even_candidates"]
+        rates = (f"{shape['candidates'] / seconds[arm]['p50']:,.0f}" for arm in ("full", "turbo"))
+        pays = "never" if even is None else f"{even:.1f}"
+        rows.append([str(shape["context_residues"]), *rates, f"{figures['ratios']['full / turbo']:.1f}x", pays])
     head = ["context residues", "candidates/s, recomputed", "candidates/s, cached", "speedup",
             "candidates to break even"]  # fmt: skip
-    return table(head, rows) + source(last, "cpu")
+    return table(head, rows) + source(records[-1], "cpu")
+
+
+def _on_devices(benchmark: str, head: Sequence[str], cells: Callable[[Record], list[str]]) -> str:
+    """A table of a benchmark on the CPU and of its twin on CUDA devices, by model and device."""
+    rows, sources = [], ""
+    for file, records in (("cpu", stored.speed(benchmark)), ("gpu", stored.speed(f"{benchmark}_cuda", "gpu"))):
+        for record in records:
+            shape = record["figures"]["shape"]
+            threads = counted(record["environment"]["threads"], "thread")
+            device = f"CPU, {threads}" if shape["device"] == "cpu" else shape["device_name"]
+            rows.append([f"{record['model']}, {shape['dtype']}", device, *cells(record)])
+        name = shape.get("device_name", record["environment"]["processor"])
+        sources += f"Measured on {name}, {made_by(record)}; `benchmarks/results/{file}.jsonl`. "
+    random = "Random weights are in the geometry of the published checkpoints.\n"
+    return table(["model", "on", *head], rows) + sources + random
 
 
 TABLES = {
-    "embedding_throughput": embedding_throughput,
-    "store_read": store_read,
-    "identity_cost": identity_cost,
-    "short_contexts": short_contexts,
+    function.__name__: function
+    for function in (embedding_throughput, store_read, identity_cost, short_contexts, windows, long_memory)
 }
-
-
-def _speed(*benchmarks: str) -> Iterator[tuple[str, Record]]:
-    """The newest record of every case, and the file that it is in."""
-    found = 0
-    for file in _FILES:
-        try:
-            records = stored.newest(
-                "speed", lambda f: (f["benchmark"], f["case"]) if f["benchmark"] in benchmarks else None, file
-            )
-        except LookupError:
-            continue
-        for record in records.values():
-            found += 1
-            yield file, record
-    if not found:
-        raise LookupError(f"no records of {', '.join(benchmarks)} in benchmarks/results/")
-
-
-def _device(record: Record) -> str:
-    shape = record["figures"]["shape"]
-    threads = record["environment"]["threads"]
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}" if shape["device"] == "cpu" else shape["device_name"]
-
-
-def _sources(by_file: dict[str, Record]) -> str:
-    text = ""
-    for file, record in by_file.items():
-        processor = record["figures"]["shape"].get("device_name", record["environment"]["processor"])
-        text += f"Measured on {processor}, {made_by(record)}; `benchmarks/results/{file}.jsonl`. "
-    return text + "Random weights are in the geometry of the published checkpoints.\n"

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import records
-from benchmarks.serve.load import Outcome, busy, steady
+from benchmarks.serve.load import Load, Outcome
 from benchmarks.serve.malformed import malformed, status_of
 from benchmarks.serve.process import Process
 from benchmarks.serve.workload import Ask, Library, asks, proteins
@@ -81,15 +82,14 @@ def run(turbo: TurboEsm, options: argparse.Namespace, folder: Path) -> dict[str,
         "dtype": str(turbo.model.dtype).removeprefix("torch."), "load_average": os.getloadavg()[0],
     }  # fmt: skip
     with Process(*map(str, command)) as service:
-        keys = [service.client().add(target) for target in targets]
+        load = Load(work, expected, [service.client().add(target) for target in targets])
         # Everything has run once, in the service as in the library.
-        busy(service.port, work, expected, keys, options.clients, _seconds(library, work[:10]) * len(work) / 10)
-        figures["load"] = _load(service, library, work, expected, keys, options)
-        rate = figures["load"]["requests_per_second"]
-        figures["quarter"] = _quarter(service, work, expected, keys, rate / 4, options)
-        figures["malformed"] = _malformed(service, keys[0], options)
-        figures["kill"] = _kill(service, command, work, expected, keys, targets, options)
-    figures["targets"] = _targets(figures, options)
+        load.busy(service.port, options.clients, _seconds(library, work[:10]) * len(work) / 10)
+        figures["load"] = _load(service, library, load, options)
+        figures["quarter"] = _quarter(service, load, figures["load"]["requests_per_second"] / 4, options)
+        figures["malformed"] = _malformed(service, load.keys[0], options)
+        figures["kill"] = _kill(service, command, load, targets, options)
+    figures["targets"] = _targets(figures)
     return figures
 
 
@@ -100,20 +100,12 @@ def _seconds(library: Library, work: Sequence[Ask]) -> float:
     return time.perf_counter() - begin
 
 
-def _load(
-    service: Process,
-    library: Library,
-    work: Sequence[Ask],
-    expected: Sequence[Sequence[float]],
-    keys: Sequence[str],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
+def _load(service: Process, library: Library, load: Load, options: argparse.Namespace) -> dict[str, Any]:
     """The load in turns with the library, so that both have the same machine."""
-    outcomes, alone, each = [], 0.0, max(1, len(work) // _TURNS)
+    outcomes, alone, each = [], 0.0, max(1, len(load.asks) // _TURNS)
     for turn in range(_TURNS):
-        part = slice(turn * each, (turn + 1) * each)
-        alone += _seconds(library, work[part])
-        outcomes.append(busy(service.port, work, expected, keys, options.clients, options.seconds / _TURNS))
+        alone += _seconds(library, load.asks[turn * each : (turn + 1) * each])
+        outcomes.append(load.busy(service.port, options.clients, options.seconds / _TURNS))
     rate = sum(one.count for one in outcomes) / sum(one.elapsed for one in outcomes)
     own = _TURNS * each / alone
     errors = [error for one in outcomes for error in one.errors]
@@ -141,18 +133,11 @@ def _latencies(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return found
 
 
-def _quarter(
-    service: Process,
-    work: Sequence[Ask],
-    expected: Sequence[Sequence[float]],
-    keys: Sequence[str],
-    rate: float,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
+def _quarter(service: Process, load: Load, rate: float, options: argparse.Namespace) -> dict[str, Any]:
     """Time of one request alone, before and after, and of requests at this rate."""
-    alone = [busy(service.port, work, expected, keys, 1, options.seconds / 8)]
-    outcome = steady(service.port, work, expected, keys, rate, options.seconds / 2, options.seed)
-    alone.append(busy(service.port, work, expected, keys, 1, options.seconds / 8))
+    alone = [load.busy(service.port, 1, options.seconds / 8)]
+    outcome = load.steady(service.port, rate, options.seconds / 2, options.seed)
+    alone.append(load.busy(service.port, 1, options.seconds / 8))
     seconds = [value for own in outcome.seconds.values() for value in own]
     one = [value for own in alone for values in own.seconds.values() for value in values]
     p95 = float(np.percentile(seconds, 95))
@@ -187,17 +172,11 @@ def _malformed(service: Process, key: str, options: argparse.Namespace) -> dict[
 
 
 def _kill(
-    service: Process,
-    command: Sequence[object],
-    work: Sequence[Ask],
-    expected: Sequence[Sequence[float]],
-    keys: Sequence[str],
-    targets: Sequence[str],
-    options: argparse.Namespace,
+    service: Process, command: Sequence[object], load: Load, targets: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Kill the service while it answers and stores, start it again, and ask for everything that it had confirmed."""
     more = proteins(options.contexts, options.seed + 2, 60, options.longest)
-    confirmed: dict[str, str] = dict(zip(keys, targets, strict=True))
+    confirmed: dict[str, str] = dict(zip(load.keys, targets, strict=True))
 
     def add() -> None:
         client = service.client()
@@ -207,26 +186,24 @@ def _kill(
         except OSError:
             return
 
-    adding = threading.Thread(target=add)
-    loading = threading.Thread(
-        target=busy, args=(service.port, work, expected, keys, options.clients, options.seconds / 16)
-    )
-    adding.start()
-    loading.start()
+    loading = partial(load.busy, service.port, options.clients, options.seconds / 16)
+    threads = [threading.Thread(target=job) for job in (add, loading)]
+    for thread in threads:
+        thread.start()
     time.sleep(options.seconds / 32)
     service.end(signal.SIGKILL)
-    adding.join()
-    loading.join()
+    for thread in threads:
+        thread.join()
     with Process(*map(str, command)) as again:
         client, lost = again.client(), 0
         for key, protein in confirmed.items():
             answer = client.get(f"/v1/contexts/{key}")
             lost += answer.status != 200 or answer.json["residues"] != len(protein)
-        after = busy(again.port, work, expected, keys, options.clients, options.seconds / 16)
+        after = load.busy(again.port, options.clients, options.seconds / 16)
         said, code = again.said, again.end(signal.SIGTERM)
     return {
         "confirmed": len(confirmed),
-        "confirmed_in_the_last_load": len(confirmed) - len(keys),
+        "confirmed_in_the_last_load": len(confirmed) - len(load.keys),
         "lost": lost,
         "damaged": said.count("it is computed again"),
         "answers": after.count,
@@ -236,15 +213,12 @@ def _kill(
     }
 
 
-def _targets(figures: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def _targets(figures: dict[str, Any]) -> dict[str, Any]:
     load, quarter, wrong, kill = (figures[name] for name in ("load", "quarter", "malformed", "kill"))
-    tolerance = TOLERANCE[figures["dtype"]]
+    answered = (load, quarter, kill)
     at_most = {
-        "errors": (load["errors"] + quarter["errors"] + kill["errors"], 0),
-        "difference from the library": (
-            max(load["worst_difference"], quarter["worst_difference"], kill["worst_difference"]),
-            tolerance,
-        ),
+        "errors": (sum(one["errors"] for one in answered), 0),
+        "difference from the library": (max(one["worst_difference"] for one in answered), TOLERANCE[figures["dtype"]]),
         "p95 at a quarter of the load / one request alone": (quarter["ratio"], LATENCY),
         "malformed requests without 4xx": (wrong["not_4xx"], 0),
         "tracebacks": (int(wrong["traceback"]), 0),
@@ -252,15 +226,9 @@ def _targets(figures: dict[str, Any], options: argparse.Namespace) -> dict[str, 
         "contexts lost or damaged by a kill": (kill["lost"] + kill["damaged"], 0),
         "exit code after SIGTERM": (kill["exit_code"], 0),
     }
-    judged = {
-        name: {"found": found, "at_most": bound, "met": found <= bound} for name, (found, bound) in at_most.items()
-    }
-    judged["throughput / the library's"] = {
-        "found": load["ratio"],
-        "at_least": THROUGHPUT,
-        "met": load["ratio"] >= THROUGHPUT,
-    }
-    return judged
+    judged = {name: {"found": found, "at_most": most, "met": found <= most} for name, (found, most) in at_most.items()}
+    rate = {"found": load["ratio"], "at_least": THROUGHPUT, "met": load["ratio"] >= THROUGHPUT}
+    return judged | {"throughput / the library's": rate}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

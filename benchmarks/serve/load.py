@@ -56,68 +56,67 @@ class Outcome:
             self.other_residues += other
 
 
-def busy(
-    port: int,
-    asks: Sequence[Ask],
-    expected: Sequence[Sequence[float]],
-    keys: Sequence[str],
-    clients: int,
-    seconds: float,
-) -> Outcome:
-    """Clients that each send the next request as soon as they have an answer, until the time is over."""
-    outcome, begin = Outcome(), time.perf_counter()
-    turn, lock = iter(range(10**9)), threading.Lock()
+@dataclass(frozen=True)
+class Load:
+    """Requests, and what each must get.
 
-    def work() -> None:
-        client = Client(port)
-        while time.perf_counter() - begin < seconds:
+    Attributes:
+        asks: the requests.
+        expected: the library's numbers for each.
+        keys: ids of the contexts that they read.
+    """
+
+    asks: Sequence[Ask]
+    expected: Sequence[Sequence[float]]
+    keys: Sequence[str]
+
+    def busy(self, port: int, clients: int, seconds: float) -> Outcome:
+        """Clients that each send the next request as soon as they have an answer, until the time is over."""
+        outcome, begin = Outcome(), time.perf_counter()
+        turn, lock = iter(range(10**9)), threading.Lock()
+
+        def work() -> None:
+            client = Client(port)
+            while time.perf_counter() - begin < seconds:
+                with lock:
+                    number = next(turn)
+                self._ask(outcome, client, number, time.perf_counter())
+            client.close()
+
+        threads = [threading.Thread(target=work) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        outcome.elapsed = time.perf_counter() - begin
+        return outcome
+
+    def steady(self, port: int, rate: float, seconds: float, seed: int) -> Outcome:
+        """Requests that come at random times, `rate` per second, whether or not earlier ones have been answered."""
+        draw, outcome, begin = random.Random(seed), Outcome(), time.perf_counter()
+        free: list[Client] = []
+        lock = threading.Lock()
+
+        def work(number: int, due: float) -> None:
             with lock:
-                number = next(turn) % len(asks)
-            outcome.ask(client, asks[number], keys, expected[number], time.perf_counter())
-        client.close()
+                client = free.pop() if free else Client(port)
+            self._ask(outcome, client, number, due)
+            with lock:
+                free.append(client)
 
-    _together([threading.Thread(target=work) for _ in range(clients)])
-    outcome.elapsed = time.perf_counter() - begin
-    return outcome
+        threads: list[threading.Thread] = []
+        due = begin
+        while (due := due + draw.expovariate(rate)) - begin < seconds:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            threads.append(threading.Thread(target=work, args=(len(threads), due)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        for client in free:
+            client.close()
+        outcome.elapsed = time.perf_counter() - begin
+        return outcome
 
-
-def steady(
-    port: int,
-    asks: Sequence[Ask],
-    expected: Sequence[Sequence[float]],
-    keys: Sequence[str],
-    rate: float,
-    seconds: float,
-    seed: int,
-) -> Outcome:
-    """Requests that come at random times, `rate` per second, whether or not earlier ones have been answered."""
-    draw, outcome, begin = random.Random(seed), Outcome(), time.perf_counter()
-    free: list[Client] = []
-    lock = threading.Lock()
-
-    def work(number: int, due: float) -> None:
-        with lock:
-            client = free.pop() if free else Client(port)
-        outcome.ask(client, asks[number], keys, expected[number], due)
-        with lock:
-            free.append(client)
-
-    threads, due, number = [], begin, 0
-    while (due := due + draw.expovariate(rate)) - begin < seconds:
-        time.sleep(max(0.0, due - time.perf_counter()))
-        threads.append(threading.Thread(target=work, args=(number % len(asks), due)))
-        threads[-1].start()
-        number += 1
-    for thread in threads:
-        thread.join()
-    for client in free:
-        client.close()
-    outcome.elapsed = time.perf_counter() - begin
-    return outcome
-
-
-def _together(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def _ask(self, outcome: Outcome, client: Client, number: int, since: float) -> None:
+        number %= len(self.asks)
+        outcome.ask(client, self.asks[number], self.keys, self.expected[number], since)

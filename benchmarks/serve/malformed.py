@@ -39,11 +39,15 @@ def status_of(port: int, raw: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
-def _request(method: str, path: str, body: bytes, kind: str = _JSON, **headers: str) -> bytes:
-    fields = {"Host": "localhost", "Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close"}
-    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+def head(method: str, path: str, length: int, kind: str = _JSON, **headers: str) -> bytes:
+    """The head of a request with a body of `length` bytes."""
+    fields = {"Host": "localhost", "Content-Type": kind, "Content-Length": str(length)} | headers
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+def _request(method: str, path: str, body: bytes, kind: str = _JSON, **headers: str) -> bytes:
+    return head(method, path, len(body), kind, Connection="close", **headers) + body
 
 
 def _value(draw: random.Random, depth: int = 0) -> Any:

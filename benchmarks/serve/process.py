@@ -15,6 +15,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.measure import status_bytes
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -136,9 +138,7 @@ class Process:
     @property
     def resident_bytes(self) -> int:
         """Memory of the process."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        [kib] = re.findall(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-        return int(kib) * 1024
+        return status_bytes("VmRSS", self.process.pid)
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal, and wait; the exit code."""

@@ -8,11 +8,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
-from benchmarks.harness.models import Architecture, random_sequences, random_turbo
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, ratios, timed, worst
+from benchmarks.harness.models import Architecture, described, random_sequences, random_turbo
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
-from esm_turbo.config import Geometry
 
 _EXTENSION = "GSGSWKDLAE"
 # Reading returns the same bytes.
@@ -48,10 +46,7 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
         stores["device memory"] = ContextStore(folder.name)
 
     def fetch(store: ContextStore, folder: object = folder) -> TurboKVCache:
-        return _finish(store.get_or_prefill(turbo, sequence))
-
-    def compute() -> TurboKVCache:
-        return _finish(turbo.prefill(sequence))
+        return store.get_or_prefill(turbo, sequence)
 
     def check() -> Check:
         # On a GPU, calls that recur are captured, and round otherwise in half precision.
@@ -61,47 +56,31 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
         for store in stores.values():
             # The first fetch fills the store and its memory, the second reads them.
             for _ in range(2):
-                errors.append(float((turbo.extend(fetch(store), _EXTENSION).logits - expected).abs().max()))
+                errors.append(largest_difference(turbo.extend(fetch(store), _EXTENSION).logits, expected))
         misses = disk.info()["usage"]["missed"]
         errors.append(0.0 if misses == 1 else float("inf"))
         what = "logits of an extension against those on the context as it was computed, largest difference"
         return Check(what, worst(errors), _EXACTLY)
 
     def measure(repeats: int) -> Figures:
-        arms: dict[str, list[Callable[[], object]]] = {"prefill": [compute]}
-        arms |= {where: [partial(fetch, store)] for where, store in stores.items()}
-        seconds = spread(interleave(arms, repeats))
-        stored = disk.info()
-        cache = compute()
+        arms: dict[str, Callable[[], object]] = {"prefill": partial(turbo.prefill, sequence)}
+        seconds = timed(arms | {where: partial(fetch, store) for where, store in stores.items()}, repeats)
         return {
             "seconds": seconds,
-            "ratios": {f"prefill / {where}": ratio(seconds, "prefill", where) for where in stores},
-            "bytes": {"file": stored["bytes"], "cache": cache.nbytes},
+            "ratios": ratios(seconds, *(("prefill", where) for where in stores)),
+            "bytes": {"file": disk.info()["bytes"], "cache": turbo.prefill(sequence).nbytes},
         }
 
-    geometry = Geometry.of(turbo.model.config)
     return Case(
         name=f"{name}, {residues} residues, {turbo.model.device.type}",
         model=name,
         shape={
             "residues": residues,
             "preset": turbo.model.esm.turbo_config.name,
-            "layers": geometry.num_layers,
-            "heads": geometry.num_heads,
-            "head_dim": geometry.head_dim,
-            "dtype": str(turbo.model.dtype).removeprefix("torch."),
-            "device": turbo.model.device.type,
-            "device_name": device_name(turbo.model.device),
+            **described(turbo.model),
             "files": "in the page cache",
         },
         check=check,
         measure=measure,
         targets=[Target(("ratios", f"prefill / {where}"), at_least=1.0) for where in stores],
     )
-
-
-def _finish(cache: TurboKVCache) -> TurboKVCache:
-    """Wait for the device before the clock stops."""
-    if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)
-    return cache

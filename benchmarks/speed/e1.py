@@ -25,21 +25,10 @@ from torch import Tensor
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import (
-    Case,
-    Check,
-    Figures,
-    Target,
-    finished,
-    interleave,
-    largest_difference,
-    spread,
-    worst,
-)
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, timed, worst
 from benchmarks.harness.names import E1_OURS, E1_PREFILL, E1_REFERENCE
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.model.sessions import Extension
 from esm_turbo.modeling_e1_turbo import TurboE1Config, TurboE1ForMaskedLM
 from esm_turbo.proteins.e1_tokenizer import E1Tokenizer
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
@@ -50,7 +39,6 @@ _EXTERNAL = _ROOT / "external"
 _REFERENCE = _EXTERNAL / "E1" / "src"
 E1_MINI = _ROOT / "models" / "e1-mini"
 
-_ATTENTION = "attention of one global layer"
 # Tokens that stand around the residues of a sequence.
 _AROUND = 4
 # Logits of random weights are of size one, and bfloat16 has eight bits; the check after a trained model is float32.
@@ -59,8 +47,6 @@ _TOLERANCE = {torch.bfloat16: 0.25, torch.float32: 1e-4}
 _REFERENCE_TOLERANCE = {torch.bfloat16: 0.25, torch.float32: 1.0}
 # Tokens of a batch on a CPU, where rows with their contexts are longer.
 _REFERENCE_TOKENS_CPU = 1024
-# Dense products of an H200 in bfloat16, FLOP per second.
-_MATRIX_LIMIT = 989e12
 
 
 @dataclass(frozen=True)
@@ -70,18 +56,12 @@ class Workload:
     Attributes:
         contexts: tokens of each context, in the order of their averaging; none for the protein alone.
         compares: whether the reference is measured.
-        at_most: seconds for prefills and all positions.
-        most_prefill: seconds of the prefills.
-        most_bytes: of a context.
-        least_ratio: to the reference.
+        targets: of the figures.
     """
 
     contexts: tuple[int, ...]
     compares: bool
-    at_most: float | None = None
-    most_prefill: float | None = None
-    most_bytes: float | None = None
-    least_ratio: float | None = None
+    targets: tuple[Target, ...]
 
     @property
     def name(self) -> str:
@@ -93,13 +73,21 @@ class Workload:
         return f"context of {self.contexts[0]:,} tokens"
 
 
+def _at_most(seconds: float, arm: str = E1_OURS) -> Target:
+    return Target(("seconds", arm, "p50"), at_most=seconds)
+
+
 GPU_WORKLOADS = (
-    Workload((), True, at_most=0.40),
-    Workload((7168,), True, at_most=0.55),
-    Workload((21_504,), True, at_most=1.1, most_prefill=0.15, most_bytes=0.21 * 2**30),
-    Workload((7168, 14_336, 21_504) * 5, False, at_most=12.0),
+    Workload((), True, (_at_most(0.40),)),
+    Workload((7168,), True, (_at_most(0.55),)),
+    Workload(
+        (21_504,),
+        True,
+        (_at_most(1.1), _at_most(0.15, E1_PREFILL), Target(("context_bytes",), at_most=0.21 * 2**30)),
+    ),
+    Workload((7168, 14_336, 21_504) * 5, False, (_at_most(12.0),)),
 )
-CPU_WORKLOADS = (Workload((1024,), True, least_ratio=5.0),)
+CPU_WORKLOADS = (Workload((1024,), True, (Target(("ratios", f"{E1_REFERENCE} / {E1_OURS}"), at_least=5.0),)),)
 
 
 def random_cases(workloads: Sequence[Workload] = GPU_WORKLOADS, residues: int = 300) -> Iterator[Case]:
@@ -121,13 +109,6 @@ def small_cases(workloads: Sequence[Workload] = CPU_WORKLOADS, residues: int = 1
 def _case(workload: Workload, residues: int, model: str, load: Callable[[], TurboEsm]) -> Case:
     dtype, device = ("float32", "cpu") if model == E1_MINI.name else ("bfloat16", cuda_timing.DEVICE)
     has_reference = workload.compares and _REFERENCE.is_dir()
-    targets = [Target(("seconds", E1_OURS, "p50"), at_most=workload.at_most)] if workload.at_most else []
-    if workload.most_prefill:
-        targets.append(Target(("seconds", E1_PREFILL, "p50"), at_most=workload.most_prefill))
-    if workload.most_bytes:
-        targets.append(Target(("context_bytes",), at_most=workload.most_bytes))
-    if workload.least_ratio and has_reference:
-        targets.append(Target(("ratios", f"{E1_REFERENCE} / {E1_OURS}"), at_least=workload.least_ratio))
     return Case(
         workload.name,
         model,
@@ -142,7 +123,7 @@ def _case(workload: Workload, residues: int, model: str, load: Callable[[], Turb
         },
         lambda: _check(load(), residues),
         partial(_measure, workload, residues, load, has_reference),
-        targets,
+        [target for target in workload.targets if has_reference or target.figure[0] != "ratios"],
     )
 
 
@@ -184,19 +165,12 @@ def _measure(
     if len(contexts) == 1:
         cache = turbo.prefill(contexts[0])
         figures |= {"context_bytes": cache.nbytes, "context_tokens": int(cache.lengths[0])}
-        arms[_ATTENTION] = _attention(turbo, cache, len(rows), residues + _AROUND)
-    seconds = spread(interleave({arm: [partial(finished, call)] for arm, call in arms.items()}, repeats))
+    seconds = timed(arms, repeats)
     figures["seconds"] = seconds
     figures["per_second"] = {E1_OURS: residues * max(1, len(contexts)) / seconds[E1_OURS]["p50"]}
-    if len(contexts) == 1:
-        config, new = turbo.model.config, residues + _AROUND
-        flops = 4 * len(rows) * new * (figures["context_tokens"] + new) * config.hidden_size
-        figures["attention_flops_per_second"] = flops / seconds[_ATTENTION]["p50"]
-        if turbo.model.device.type == "cuda":
-            figures["attention_share_of_matrix_limit"] = figures["attention_flops_per_second"] / _MATRIX_LIMIT
     if has_reference:
         # Its own cache is filled by the first batch of a context, so that a fresh predictor runs each time.
-        theirs = spread(interleave({E1_REFERENCE: [lambda: reference_logits(turbo, rows, *contexts)]}, 1))
+        theirs = timed({E1_REFERENCE: lambda: reference_logits(turbo, rows, *contexts)}, 1)
         figures["seconds"] |= theirs
         figures["ratios"] = {f"{E1_REFERENCE} / {E1_OURS}": theirs[E1_REFERENCE]["p50"] / seconds[E1_OURS]["p50"]}
     return figures
@@ -231,16 +205,6 @@ def _at_masks(turbo: TurboEsm, logits: Tensor, first: int = 0) -> Tensor:
     """Log-probabilities at the masks of rows, of which the first has its mask at this position."""
     row = torch.arange(len(logits), device=logits.device)
     return logits[row, row + first + len(turbo.codes.before)].float().log_softmax(-1)
-
-
-def _attention(turbo: TurboEsm, cache: Any, rows: int, tokens: int) -> Callable[[], object]:
-    """Attention of all rows to a context and to themselves in one global layer."""
-    model = turbo.model
-    config, options = model.config, {"device": model.device, "dtype": model.dtype}
-    shape = rows, tokens, 3, config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    query, keys, values = torch.randn(shape, **options).permute(2, 0, 3, 1, 4).unbind()
-    backend = model.kv_backend
-    return lambda: Extension(cache, backend, None, None).attend(0, query * 0.1, keys, values)
 
 
 def _texts(residues: int, contexts: Sequence[int]) -> tuple[str, list[str]]:

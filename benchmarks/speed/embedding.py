@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from transformers import EsmForMaskedLM, EsmModel, EsmTokenizer
 
 from benchmarks.harness.embedded import plain_model, shipped_proteins
 from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, ratios, timed, worst
 from benchmarks.harness.models import Architecture, masked_lm, turbo_of
 from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from esm_turbo import TurboEsm
@@ -44,10 +44,10 @@ def _case(name: str, model: EsmForMaskedLM, proteins: int) -> Case:
     sequences = [record.sequence for record in shipped_proteins()[:proteins]]
     # Tokenised before the clock starts: not counted in the plain loops, but counted in ours.
     same, default = (_batched(sequences, same=same) for same in (True, False))
-    arms: dict[str, list[Callable[[], object]]] = {
-        SAME_BATCHES: [partial(_plain, model, *same)],
-        FILE_ORDER: [partial(_plain, model, *default)],
-        EMBED: [partial(_ours, turbo, sequences)],
+    arms = {
+        SAME_BATCHES: partial(_plain, model, *same),
+        FILE_ORDER: partial(_plain, model, *default),
+        EMBED: partial(_ours, turbo, sequences),
     }
     residues = sum(map(len, sequences))
 
@@ -57,14 +57,11 @@ def _case(name: str, model: EsmForMaskedLM, proteins: int) -> Case:
         return Check("hidden states and means against the plain loops, largest difference", worst(errors), _TOLERANCE)
 
     def measure(repeats: int) -> Figures:
-        seconds = spread(interleave(arms, repeats))
+        seconds = timed(arms, repeats)
         return {
             "seconds": seconds,
             "residues_per_second": {arm: residues / seconds[arm]["p50"] for arm in arms},
-            "ratios": {
-                f"{EMBED} / {SAME_BATCHES}": ratio(seconds, EMBED, SAME_BATCHES),
-                f"{FILE_ORDER} / {EMBED}": ratio(seconds, FILE_ORDER, EMBED),
-            },
+            "ratios": ratios(seconds, (EMBED, SAME_BATCHES), (FILE_ORDER, EMBED)),
         }
 
     return Case(
@@ -130,7 +127,7 @@ def _plain(model: EsmForMaskedLM, batches: Sequence[Sequence[int]], tokens: Sequ
 
 def _difference(ours: Result, plain: Result) -> float:
     return worst(
-        float((mine - theirs).abs().max())
+        largest_difference(mine, theirs)
         for protein, other in zip(ours, plain, strict=True)
         for mine, theirs in zip(protein, other, strict=True)
     )

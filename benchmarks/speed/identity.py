@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks.harness import cuda_timing
-from benchmarks.harness.environment import device_name
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, ratio, spread
-from benchmarks.harness.models import Architecture, random_sequences, random_turbo
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, timed
+from benchmarks.harness.models import Architecture, described, random_sequences, random_turbo
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.files.identity import exact_identity, model_identity
+from esm_turbo.files.identity import model_identity
 from esm_turbo.model import cache_engine
 
 
@@ -56,53 +53,39 @@ def cases(
         return Check("logits with and without checks, largest difference", largest_difference(checked, plain), 0.0)
 
     def measure(repeats: int) -> Figures:
-        cache, esm = turbo.prefill(context), turbo.model.esm
+        cache = turbo.prefill(context)
 
         def extend() -> None:
             for _ in range(calls):
                 turbo.extend(cache, new)
-            _wait(device)
-
-        def unchecked() -> None:
-            with _unchecked(turbo):
-                extend()
 
         def read() -> None:
             for _ in range(calls):
                 turbo.extend(cache, new).logits.cpu()
 
-        def read_unchecked() -> None:
-            with _unchecked(turbo):
-                read()
-
         with tempfile.TemporaryDirectory() as folder:
             ContextStore(folder).add(turbo, [new])
-            arms: dict[str, list[Callable[[], Any]]] = {
-                "opening a store": [lambda: ContextStore(Path(folder)).check_model(turbo)],
-                "reading all of the model": [partial(exact_identity, esm)],
-                "looking for changes": [partial(model_identity, esm, sampled=False)],
-                "looking for changes in the sample, too": [turbo.model.refresh_fingerprint],
-                "extension": [extend],
-                "extension without checks": [unchecked],
-                "extension and its logits": [read],
-                "extension and its logits without checks": [read_unchecked],
+            arms: dict[str, Callable[[], object]] = {
+                "opening a store": lambda: ContextStore(Path(folder)).check_model(turbo),
+                "looking for changes in the sample, too": turbo.model.refresh_fingerprint,
             }
-            seconds = spread(interleave(arms, repeats))
-        ratios = {}
-        for name in ("extension", "extension and its logits"):
-            for arm in (name, f"{name} without checks"):
+            for name, call in {"extension": extend, "extension and its logits": read}.items():
+                arms |= {name: call, f"{name} without checks": _unchecked(turbo)(call)}
+            seconds = timed(arms, repeats)
+        for arm in seconds:
+            if arm.startswith("extension"):
                 seconds[arm] = {key: value / calls for key, value in seconds[arm].items()}
-            ratios[f"{name} / without checks"] = ratio(seconds, name, f"{name} without checks")
+        ratios = {
+            f"{name} / without checks": seconds[name]["p50"] / seconds[f"{name} without checks"]["p50"]
+            for name in ("extension", "extension and its logits")
+        }
         return {"seconds": seconds, "ratios": ratios}
 
     shape = {
-        **architecture.described(),
+        **described(turbo.model),
         "context_tokens": residues + 1,
         "new_residues": peptide,
         "preset": DEFAULT_PRESET,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "device_name": device_name(device),
     }
     target = Target(("ratios", "extension / without checks"), at_most=at_most)
     yield Case(f"identity of a model, {device}", architecture.name, shape, check, measure, [target])
@@ -117,8 +100,3 @@ def _unchecked(turbo: TurboEsm) -> Iterator[None]:
         mock.patch.object(cache_engine, "watch", lambda *_: lambda: False),
     ):
         yield
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -7,26 +7,23 @@ The extension by a candidate and the context of the target are timed separately,
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from benchmarks.harness.embedded import embedded, plain_model
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, spread, worst
+from benchmarks.harness.measure import Case, Check, Figures, Target, timed, worst
+from benchmarks.harness.models import random_sequences
 from benchmarks.harness.names import REFRESHES, SCREENS
-from esm_turbo import TurboEsm
+from esm_turbo import TurboEsm, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
-from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.forwards import prefill_ids
-from esm_turbo.tasks.common.options import Background
-from esm_turbo.tasks.scoring.score import Scores
-from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.many import score_variants
 
+_CPU = {"device": "cpu", "dtype": "float32"}
+_ARMS = {"frozen": "exact", "turbo": DEFAULT_PRESET}
 # Log-probabilities in nats.
 _TOLERANCE = 1e-4
 _CHECKED_RESIDUES = 60
@@ -52,40 +49,36 @@ def candidate_cases(
         at_least: target for the speedup of the arm `turbo` over `full`, in candidates per second.
     """
     turbo = embedded()
-    target, *candidates = _proteins([target_residues, *[candidate_residues] * cached_candidates])
+    target, *candidates = random_sequences([target_residues, *[candidate_residues] * cached_candidates])
     ids = [turbo.codes.cls, *turbo.codes.encode(target, "target")]
-    arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
 
     def measure(repeats: int) -> Figures:
-        caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
-        parts = {"full": [partial(turbo.score, target, candidates[:full_candidates], arm="full")]}
-        for arm, cache in caches.items():
-            parts[f"context {arm}"] = [partial(prefill_ids, turbo, ids, arm)]
-            for refresh in refreshes:
-                parts[f"{arm}, {refresh} refreshed"] = [partial(turbo.score, cache, candidates, refresh=refresh)]
-        seconds = spread(interleave(parts, repeats))
-        one = {arm: times["p50"] / cached_candidates for arm, times in seconds.items() if "refreshed" in arm}
+        seconds, cached = _timed_arms(
+            ids,
+            partial(turbo.score, target, candidates[:full_candidates], arm="full"),
+            lambda cache, refresh: turbo.score(cache, candidates, refresh=refresh),
+            refreshes,
+            repeats,
+        )
         full = seconds["full"]["p50"] / full_candidates
-        rates = {"full": 1 / full}
-        ratios = {}
-        for arm, each in one.items():
-            context = seconds[f"context {arm.partition(',')[0]}"]["p50"]
+        rates, ratios = {"full": 1 / full}, {}
+        for arm, (context, extension) in cached.items():
             for screen in SCREENS:
-                rates[f"{arm}, {screen} candidates"] = screen / (context + screen * each)
-                ratios[f"{arm}, {screen} candidates / full"] = full * rates[f"{arm}, {screen} candidates"]
+                rate = screen / (context + screen * extension / cached_candidates)
+                rates[f"{arm}, {screen} candidates"] = rate
+                ratios[f"{arm}, {screen} candidates / full"] = full * rate
         return {"seconds": seconds, "candidates_per_second": rates, "ratios": ratios}
 
     yield Case(
         name=f"{candidate_residues} residues on {target_residues}, cpu",
         model=EMBEDDED_MODEL.name,
         shape={
-            "device": "cpu",
-            "dtype": "float32",
+            **_CPU,
             "target_residues": target_residues,
             "candidate_residues": candidate_residues,
             "full_candidates": full_candidates,
             "cached_candidates": cached_candidates,
-            "presets": arms,
+            "presets": _ARMS,
         },
         check=_check_candidates,
         measure=measure,
@@ -93,100 +86,76 @@ def candidate_cases(
     )
 
 
-def background_cases(*, targets: int, target_residues: int, candidates: int, candidate_residues: int) -> Iterator[Case]:
-    """Processor time of a screen of all pairs without a background, and with each.
-
-    Args:
-        targets: their number.
-        target_residues: residues of each.
-        candidates: their number.
-        candidate_residues: residues of each.
-    """
-    turbo = embedded()
-    made = _proteins([target_residues] * targets + [candidate_residues] * candidates)
-    proteins, peptides = made[:targets], made[targets:]
-    backgrounds: tuple[Background, ...] = ("none", "alone", "targets", "decoys")
-
-    def measure(repeats: int) -> Figures:
-        seconds = {name: list[float]() for name in backgrounds}
-        turbo.score_pairs(proteins[:2], peptides[:20])
-        for _ in range(repeats):
-            for name in backgrounds:
-                begin = time.process_time()
-                turbo.score_pairs(proteins, peptides, background=name)
-                seconds[name].append(time.process_time() - begin)
-        least = {name: min(own) for name, own in seconds.items()}
-        ratios = {name: least[name] / least["none"] for name in backgrounds[1:]}
-        return {"processor_seconds": seconds, "ratios": ratios}
-
-    yield Case(
-        name=f"{candidates} peptides on {targets} targets, cpu",
-        model=EMBEDDED_MODEL.name,
-        shape={
-            "device": "cpu",
-            "dtype": "float32",
-            "targets": targets,
-            "target_residues": target_residues,
-            "candidates": candidates,
-            "candidate_residues": candidate_residues,
-            "preset": DEFAULT_PRESET,
-            "decoys": len(background_contexts("decoys", targets)[1]),
-        },
-        check=_check_candidates,
-        measure=measure,
-        targets=[Target(("ratios", name), at_most=1.25) for name in backgrounds[1:]],
-    )
-
-
 def position_cases(
-    *,
-    residues: int,
-    full_positions: int,
-    cached_positions: int,
-    refreshes: Sequence[int] = REFRESHES,
+    *, residues: int, full_positions: int, cached_positions: int, refreshes: Sequence[int] = REFRESHES
 ) -> Iterator[Case]:
     """Masked marginals of one protein in the three arms; arguments as for `candidate_cases`."""
     turbo = embedded()
-    [protein] = _proteins([residues])
+    [protein] = random_sequences([residues])
     ids = [turbo.codes.cls, *turbo.codes.encode(protein, "protein"), turbo.codes.eos]
-    arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
 
     def variants(count: int) -> list[str]:
         """One variant at each of several positions spread over the protein."""
         return _variants(protein, [index * residues // count for index in range(count)])
 
     def measure(repeats: int) -> Figures:
-        caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
-        parts = {"full": [partial(score_variants, turbo, protein, variants(full_positions), arm="full")]}
-        for arm, cache in caches.items():
-            parts[f"context {arm}"] = [partial(prefill_ids, turbo, ids, arm)]
-            for refresh in refreshes:
-                call = partial(score_variants, turbo, cache, variants(cached_positions), refresh=refresh)
-                parts[f"{arm}, {refresh} refreshed"] = [call]
-        seconds = spread(interleave(parts, repeats))
-        full = residues * seconds["full"]["p50"] / full_positions
-        whole = {"full": full}
-        for arm, times in seconds.items():
-            if "refreshed" in arm:
-                context = seconds[f"context {arm.partition(',')[0]}"]["p50"]
-                whole[arm] = context + residues * times["p50"] / cached_positions
-        ratios = {f"full / {arm}": full / time for arm, time in whole.items() if arm != "full"}
+        seconds, cached = _timed_arms(
+            ids,
+            partial(score_variants, turbo, protein, variants(full_positions), arm="full"),
+            lambda cache, refresh: score_variants(turbo, cache, variants(cached_positions), refresh=refresh),
+            refreshes,
+            repeats,
+        )
+        whole = {"full": residues * seconds["full"]["p50"] / full_positions}
+        for arm, (context, extension) in cached.items():
+            whole[arm] = context + residues * extension / cached_positions
+        ratios = {f"full / {arm}": whole["full"] / whole[arm] for arm in cached}
         return {"seconds": seconds, "seconds_for_all_positions": whole, "ratios": ratios}
 
     yield Case(
         name=f"all positions of {residues}",
         model=EMBEDDED_MODEL.name,
         shape={
-            "device": "cpu",
-            "dtype": "float32",
+            **_CPU,
             "residues": residues,
             "full_positions": full_positions,
             "cached_positions": cached_positions,
-            "presets": arms,
+            "presets": _ARMS,
         },
         check=_check_positions,
         measure=measure,
     )
+
+
+def _timed_arms(
+    ids: Sequence[int],
+    full: Callable[[], object],
+    extend: Callable[[TurboKVCache, int], object],
+    refreshes: Sequence[int],
+    repeats: int,
+) -> tuple[Figures, dict[str, tuple[float, float]]]:
+    """Time a call without a cache, and contexts and their extensions in the cached arms.
+
+    Args:
+        ids: tokens of the context.
+        full: the call without a cache.
+        extend: extends a context, with so many residues refreshed.
+        refreshes: numbers of residues.
+        repeats: of each.
+
+    Returns:
+        Seconds of all; and by cached arm and residues refreshed those of the context and of the extension.
+    """
+    turbo, calls = embedded(), {"full": full}
+    for arm in _ARMS:
+        calls[f"context {arm}"] = partial(prefill_ids, turbo, ids, arm)
+        cache = prefill_ids(turbo, ids, arm)
+        calls |= {f"{arm}, {refresh} refreshed": partial(extend, cache, refresh) for refresh in refreshes}
+    seconds = timed(calls, repeats)
+    medians = {name: times["p50"] for name, times in seconds.items()}
+    return seconds, {
+        name: (medians[f"context {name.partition(',')[0]}"], medians[name]) for name in calls if "refreshed" in name
+    }
 
 
 def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
@@ -202,23 +171,26 @@ def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
 
 
 def _check_candidates() -> Check:
+    """Compare the arm `full` with Hugging Face's model, and the cached ones with the slow reference."""
     turbo, slow = embedded(), _slow()
-    target, candidate = _proteins([_CHECKED_RESIDUES, 6], seed=1)
-    full = turbo.score(target, candidate, arm="full").scores[0].log_probabilities
-    errors = [_largest(full, plain_scores(turbo, target, candidate))]
-    for arm in ("frozen", "turbo"):
-        ours, expected = (_log_probabilities(one.score(target, candidate, arm=arm)) for one in (turbo, slow))
-        errors.append(_largest(ours, expected))
+    target, candidate = random_sequences([_CHECKED_RESIDUES, 6], seed=1)
+
+    def scored(model: TurboEsm, arm: str) -> list[float]:
+        return [x for one in model.score(target, candidate, arm=arm).scores for x in one.log_probabilities]
+
+    errors = [_largest(scored(turbo, "full"), plain_scores(turbo, target, candidate))]
+    errors += [_largest(scored(turbo, arm), scored(slow, arm)) for arm in _ARMS]
     what = "log-probabilities: full against Hugging Face's model, cached against backend reference; largest difference"
     return Check(what, worst(errors), _TOLERANCE)
 
 
 def _check_positions() -> Check:
+    """Compare the cached arms with the slow reference."""
     turbo, slow = embedded(), _slow()
-    [protein] = _proteins([_CHECKED_RESIDUES], seed=1)
+    [protein] = random_sequences([_CHECKED_RESIDUES], seed=1)
     variants = _variants(protein, (0, 30, 59))
     errors = []
-    for arm in ("frozen", "turbo"):
+    for arm in _ARMS:
         ours, expected = (one.score_variants(protein, variants, arm=arm).values for one in (turbo, slow))
         errors.append(_largest(ours, expected))
     what = "scores of cached arms against backend reference, largest difference"
@@ -236,14 +208,5 @@ def _variants(protein: str, places: Sequence[int]) -> list[str]:
     return [f"{protein[place]}{place + 1}{'W' if protein[place] == 'A' else 'A'}" for place in places]
 
 
-def _proteins(lengths: Sequence[int], seed: int = 0) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return ["".join(rng.choice(list(STANDARD_RESIDUES), length)) for length in lengths]
-
-
-def _log_probabilities(scores: Scores) -> list[float]:
-    return [value for one in scores.scores for value in one.log_probabilities]
-
-
 def _largest(ours: Sequence[float], expected: Sequence[float]) -> float:
-    return float(np.abs(np.array(ours) - np.array(expected)).max())
+    return worst(abs(one - other) for one, other in zip(ours, expected, strict=True))

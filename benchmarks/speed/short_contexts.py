@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.measure import Case, Check, Figures, interleave, ratio, spread
+from benchmarks.harness.measure import Case, Check, Figures, largest_difference, ratios, timed
 from benchmarks.harness.models import random_sequences
 from esm_turbo import TurboEsm
 
@@ -31,20 +31,20 @@ def _case(turbo: TurboEsm, reference: TurboEsm, residues: int, count: int, lengt
         found, expected = (
             one.extend(one.prefill(context), candidates[:3], refresh=refresh).logits for one in (turbo, reference)
         )
-        return Check(_WHAT, float((found - expected).abs().max()), _TOLERANCE)
+        return Check(_WHAT, largest_difference(found, expected), _TOLERANCE)
 
     def measure(repeats: int) -> Figures:
         cache = turbo.prefill(context)
-        arms: dict[str, list[Callable[[], object]]] = {
-            "full": [partial(_full, turbo, context, candidates)],
-            "turbo": [partial(turbo.extend, cache, candidates, refresh=refresh)],
-            "prefill": [partial(turbo.prefill, context)],
+        arms = {
+            "full": partial(_full, turbo, context, candidates),
+            "turbo": partial(turbo.extend, cache, candidates, refresh=refresh),
+            "prefill": partial(turbo.prefill, context),
         }
-        seconds = spread(interleave(arms, repeats))
+        seconds = timed(arms, repeats)
         saved = (seconds["full"]["p50"] - seconds["turbo"]["p50"]) / count
         return {
             "seconds": seconds,
-            "ratios": {"full / turbo": ratio(seconds, "full", "turbo")},
+            "ratios": ratios(seconds, ("full", "turbo")),
             # Number of candidates that pays for the prefill; None if there is no such number.
             "break_even_candidates": seconds["prefill"]["p50"] / saved if saved > 0 else None,
             "bytes": {"cache": cache.nbytes},

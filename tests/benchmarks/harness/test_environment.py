@@ -42,9 +42,7 @@ def checkout(tmp_path: Path) -> Path:
 )
 def test_changed_and_new_sources_are_dirty_but_not_results_and_prose(checkout: Path, name: str, dirty: bool) -> None:
     (checkout / name).write_text("changed")
-    revision = source_revision(checkout)
-    assert revision is not None
-    assert (revision.commit, revision.dirty) == (git(checkout, "rev-parse", "HEAD"), dirty)
+    assert source_revision(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": dirty}
 
 
 def test_an_installed_package_and_a_missing_git_have_no_revision(

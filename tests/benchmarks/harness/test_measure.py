@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.harness.measure import (
     in_process,
     interleave,
     largest_difference,
-    ratio,
+    ratios,
     spread,
     worst,
 )
@@ -44,10 +45,9 @@ def test_targets(target: Target, found: float | None, met: bool) -> None:
 
 def test_arms_take_turns_in_both_orders() -> None:
     calls: list[str] = []
-    arms = {"a": [lambda: calls.append("a1"), lambda: calls.append("a2")], "b": [lambda: calls.append("b1")] * 2}
-    times = interleave(arms, 2)
-    # A warm-up round, then two that count; part by part, every other round in reverse order.
-    assert calls == ["a1", "b1", "a2", "b1", "b1", "a1", "b1", "a2", "a1", "b1", "a2", "b1"]
+    times = interleave({name: partial(calls.append, name) for name in "ab"}, 2)
+    # A warm-up round, then two that count; every other round in reverse order.
+    assert calls == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
 
 
@@ -55,7 +55,8 @@ def test_spread_and_ratio() -> None:
     seconds = spread({"a": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "b": [2.0]})
     assert seconds["a"] == pytest.approx({"p20": 2.0, "p50": 3.5, "p80": 5.0})
     assert seconds["b"] == {"p20": 2.0, "p50": 2.0, "p80": 2.0}
-    assert ratio(seconds, "a", "b") == 1.75
+    # Of "c", which was not measured, there is none.
+    assert ratios(seconds, ("a", "b"), ("a", "c")) == {"a / b": 1.75}
 
 
 def test_the_worst_error_is_nan_if_any_is() -> None:

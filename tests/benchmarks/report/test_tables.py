@@ -117,7 +117,7 @@ def test_the_newest_attack_of_an_hour_is_shown_with_every_kind_of_trial(
 
 
 def test_every_kind_of_trial_and_engine_has_words() -> None:
-    assert tables_attack._TRIED.keys() == {*KINDS, *tables_attack._FORMER}
+    assert tables_attack._TRIED.keys() == set(KINDS)
     assert tables_attack._KILLED.keys() == set(ENGINES)
 
 
@@ -179,4 +179,4 @@ def test_every_target_of_the_benchmark_is_a_row() -> None:
         "kill": {"lost": 0, "damaged": 0, "errors": 0, "worst_difference": 0.0, "exit_code": 0},
         "dtype": "float32",
     }
-    assert load._targets(figures, load._options([])).keys() == tables_serving._ROWS.keys()
+    assert load._targets(figures).keys() == tables_serving._ROWS.keys()

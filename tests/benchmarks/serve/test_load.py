@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.serve.load import busy, steady
+from benchmarks.serve.load import Load
 from benchmarks.serve.workload import Library, answered, asks, difference, proteins
 from tests.helpers.service import running
 
@@ -24,9 +24,10 @@ def test_answers_under_load_are_those_of_the_library(turbo, tmp_path, work):
     targets, work, expected = work
     with running(turbo, tmp_path / "store") as client:
         keys = [client.add(target) for target in targets]
-        together = busy(client.port, work, expected, keys, clients=8, seconds=1)
-        apart = steady(client.port, work, expected, keys, rate=5, seconds=1, seed=3)
-        wrong = busy(client.port, work, [[0.0]] * len(work), keys, clients=1, seconds=0.01)
+        load = Load(work, expected, keys)
+        together = load.busy(client.port, clients=8, seconds=1)
+        apart = load.steady(client.port, rate=5, seconds=1, seed=3)
+        wrong = Load(work, [[0.0]] * len(work), keys).busy(client.port, clients=1, seconds=0.01)
     for outcome in (together, apart):
         assert outcome.errors == []
         assert outcome.worst < 1e-3
@@ -39,7 +40,7 @@ def test_errors_are_noted(turbo, tmp_path, work):
     targets, work, expected = work
     with running(turbo, tmp_path / "store") as client:
         scores = [ask for ask in work if ask.kind == "score"][:1]
-        outcome = busy(client.port, scores, expected, ["0" * 64] * len(targets), clients=1, seconds=0.01)
+        outcome = Load(scores, expected, ["0" * 64] * len(targets)).busy(client.port, clients=1, seconds=0.01)
     assert outcome.count == 0
     assert outcome.errors and outcome.errors[0].startswith("score: 404")
 
