@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attack import caches, damage, homologs, identity, kills, limits, service_trials, writers
+from benchmarks.attack import caches, damage, homologs, identity, kills, limits, service, writers
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.trial import Finding
 from benchmarks.harness import records
@@ -61,11 +61,11 @@ KINDS: dict[str, Trial] = {
     "caches": caches.sequences,
     "identity": identity.changed,
     "homologs": homologs.homologs,
-    "nonsense": service_trials.nonsense,
-    "leaving": service_trials.leaving,
-    "stalling": service_trials.stalling,
-    "starving": service_trials.starving,
-    "stopped": service_trials.stopped,
+    "nonsense": service.nonsense,
+    "leaving": service.leaving,
+    "stalling": service.stalling,
+    "starving": service.starving,
+    "stopped": service.stopped,
 }
 # Findings of one kind that a row quotes.
 _QUOTED = 20

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attack.commands import References, protein, turbo
-from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
+from benchmarks.attack.trial import OTHER_NUMBERS, Finding, about, library, library_faults
 from esm_turbo import TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from tests.helpers.frozen_esm2 import MASK, FrozenEsm2, FrozenRun
@@ -48,27 +48,18 @@ def sequences(rng: random.Random, folder: Path, references: References) -> list[
     folder.mkdir()
     preset = rng.choice(_PRESETS)
     reference(), turbo()
-    said: list[str] = []
-    report = folder.parent / f"{folder.name}.said"
 
     def run() -> int:
-        attack = Operations(rng, preset, said)
-        try:
-            wrong = attack.run()
-        finally:
-            report.write_text("; ".join(said))
+        wrong = Operations(rng, preset).run()
         if wrong:
-            print(wrong)
+            print(f"\n{wrong}")
         return OTHER_NUMBERS if wrong else 0
 
     outcome = library(folder, run)
-    steps = report.read_text() if report.exists() else ""
-    if outcome.code == OTHER_NUMBERS:
-        return [Finding("different", f"{preset}: {outcome.out.strip()[-300:]}; after: {steps}")]
-    findings = faults(outcome)
+    findings = library_faults(outcome)
     if outcome.code == 2:
         findings.append(Finding("refused", outcome.err.strip()[-300:]))
-    return [Finding(one.category, f"{preset}: {one.what}; after: {steps}") for one in findings]
+    return about(f"{preset}, after {outcome.out.partition(chr(10))[0]}", findings)
 
 
 class Operations:
@@ -78,12 +69,10 @@ class Operations:
         rng: decides everything.
         preset: of the cache. Tokens of a quantised cache are held as it decodes them when they are new: from then on,
             nothing may change them.
-        said: the operations, for the report.
     """
 
-    def __init__(self, rng: random.Random, preset: str, said: list[str]) -> None:
+    def __init__(self, rng: random.Random, preset: str) -> None:
         self.rng = rng
-        self.said = said
         self.exact = preset == "exact"
         self.turbo = turbo()
         esm = self.turbo.model.esm
@@ -114,7 +103,7 @@ class Operations:
         ids, mask = self.turbo.codes.batch(rows)
         with torch.no_grad():
             cache = self.turbo.model(ids, mask, use_cache=True).past_key_values
-        self.said.append(f"prefill of {[len(row) for row in rows]}")
+        _say(f"prefill of {[len(row) for row in rows]}")
         if self.exact:
             return cache, [_tokens(row, range(len(row)), *_stacked(reference().context(row))) for row in rows]
         keys, values = _decode(cache)
@@ -136,7 +125,7 @@ class Operations:
         self.rows = [row + more for row, more in zip(self.rows, new, strict=True)]
         if not self.exact:
             self._decode_new(before)
-        self.said.append(f"append of {[len(more) for more in new]}")
+        _say(f"append of {[len(more) for more in new]}")
 
     def _decode_new(self, before: list[int]) -> None:
         keys, values = _decode(self.cache)
@@ -151,13 +140,13 @@ class Operations:
         self.cache.crop(tokens)
         # A negative number removes that many tokens of each row.
         self.rows = [row[:tokens] if tokens >= 0 else row[: max(0, len(row) + tokens)] for row in self.rows]
-        self.said.append(f"crop({tokens})")
+        _say(f"crop({tokens})")
 
     def _crop_rows(self) -> None:
         tokens = [self.rng.randint(0, len(row)) for row in self.rows]
         self.cache.crop(torch.tensor(tokens))
         self.rows = [row[:count] for row, count in zip(self.rows, tokens, strict=True)]
-        self.said.append(f"crop({tokens})")
+        _say(f"crop({tokens})")
 
     def _select(self) -> None:
         chosen = self.rng.choices(range(len(self.rows)), k=self.rng.randint(1, _MOST_ROWS))
@@ -166,19 +155,19 @@ class Operations:
         else:
             self.cache.batch_select_indices(torch.tensor(chosen))
         self.rows = [list(self.rows[index]) for index in chosen]
-        self.said.append(f"select({chosen})")
+        _say(f"select({chosen})")
 
     def _reorder(self) -> None:
         order = self.rng.choices(range(len(self.rows)), k=len(self.rows))
         self.cache.reorder_cache(torch.tensor(order))
         self.rows = [list(self.rows[index]) for index in order]
-        self.said.append(f"reorder({order})")
+        _say(f"reorder({order})")
 
     def _repeat(self) -> None:
         if 2 * len(self.rows) <= _MOST_ROWS:
             self.cache.batch_repeat_interleave(2)
             self.rows = [list(row) for row in self.rows for _ in range(2)]
-            self.said.append("repeat(2)")
+            _say("repeat(2)")
 
     def _cat(self) -> None:
         if len(self.rows) < _MOST_ROWS:
@@ -187,7 +176,7 @@ class Operations:
             self.rng.shuffle(pairs)
             self.cache = TurboKVCache.cat([cache for cache, _ in pairs])
             self.rows = [row for _, some in pairs for row in some]
-            self.said.append("cat")
+            _say("cat")
 
     def _copy(self) -> None:
         """Goes on with a copy, and changes the original, or the other way round."""
@@ -198,12 +187,12 @@ class Operations:
         with torch.no_grad():
             ids, mask = self.turbo.codes.batch([self._ids(1, 4) for _ in self.rows])
             self.turbo.model(ids, mask, past_key_values=twin, use_cache=True)
-        self.said.append("copy, crop and append of the other")
+        _say("copy, crop and append of the other")
 
     def _save(self) -> None:
         self.cache.save("cache.safetensors")
         self.cache = TurboKVCache.load("cache.safetensors", model=self.turbo.model)
-        self.said.append("save, load")
+        _say("save, load")
 
     def _grow(self) -> None:
         """Many appends, so that buffers grow and blocks are crossed."""
@@ -245,6 +234,11 @@ class Operations:
             if not error <= TOLERANCE:
                 return f"logits of row {index} of {len(self.rows)} are wrong by {error:.1e}"
         return ""
+
+
+def _say(operation: str) -> None:
+    """Print an operation, for the report."""
+    print(operation, end="; ", flush=True)
 
 
 def _extended(row: Row, visible: list[bool], ids: list[int], positions: list[int]) -> FrozenRun:

@@ -64,10 +64,11 @@ def campaign(
             # Every engine in turn, each with every task in turn.
             engine = engines[turn % len(engines)]
             task = tasks[turn // len(engines) % len(tasks)]
-            if engine.startswith("ray") and cluster is None:
+            on_ray = engine.startswith("ray")
+            if on_ray and cluster is None:
                 cluster = Cluster(root / "r", _PORT)
             begun = time.monotonic()
-            trial = run_trial(engine, task, f"{seed} {engine} {task} {turn}", root, cluster)
+            trial = run_trial(engine, task, f"{seed} {engine} {task} {turn}", root, cluster if on_ray else None)
             took = time.monotonic() - begun
             counts = done[engine].setdefault(task, {"trials": 0, "kills": 0, "findings": 0, "seconds": 0.0})
             for name, value in (("trials", 1), ("kills", trial.kills), ("findings", len(trial.findings))):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import pickle
 import random
 import struct
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +19,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from benchmarks.attack.trial import Finding, command, copy_files
+from benchmarks.attack.trial import Finding, command, faults
 from esm_turbo import TurboEsm
 from esm_turbo.cli.console import quiet_transformers
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 
-_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 _SAFETENSORS = ("--format", "safetensors")
 _BATCH = ("--toks-per-batch", "80")
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -61,15 +59,18 @@ def turbo() -> TurboEsm:
 
 def protein(rng: random.Random, shortest: int = 10, longest: int = 60) -> str:
     """A random protein."""
-    return "M" + "".join(rng.choices(_RESIDUES, k=rng.randint(shortest, longest) - 1))
+    return "M" + "".join(rng.choices(STANDARD_RESIDUES, k=rng.randint(shortest, longest) - 1))
 
 
-def write_inputs(folder: Path) -> None:
-    """The inputs of all commands, always the same."""
+_INPUTS = ("proteins.fasta", "wild_type.fasta", "peptides.csv", "variants.csv")
+
+
+def write_inputs(folder: Path, count: int = 5, longest: int = 40) -> None:
+    """The inputs of all commands, always the same for so many proteins of at most so many residues."""
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
-    proteins = [protein(rng, 10, 40) for _ in range(5)]
-    fasta = "".join(f">p{index} of five\n{sequence}\n" for index, sequence in enumerate(proteins))
+    proteins = [protein(rng, 10, longest) for _ in range(count)]
+    fasta = "".join(f">p{index} of {count}\n{sequence}\n" for index, sequence in enumerate(proteins))
     (folder / "proteins.fasta").write_text(fasta)
     (folder / "wild_type.fasta").write_text(f">wild\n{proteins[0]}\n")
     (folder / "peptides.csv").write_text("id,sequence\none,GSGSW\ntwo,WKD\nthree,MKT\n")
@@ -79,18 +80,8 @@ def write_inputs(folder: Path) -> None:
 
 def outputs(folder: Path) -> Files:
     """All files of a folder but the inputs."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in _input_names():
-            found[path.relative_to(folder).as_posix()] = path.read_bytes()
-    return found
-
-
-@functools.cache
-def _input_names() -> frozenset[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_inputs(Path(folder))
-        return frozenset(os.listdir(folder))
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _INPUTS]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 class References:
@@ -214,9 +205,10 @@ def _array(x: torch.Tensor) -> NDArray[Any]:
     return x.numpy().astype(np.float64) if x.is_floating_point() else x.numpy()
 
 
-def prepared(folder: Path, references: References, name: str, *, done: bool = False) -> None:
-    """A folder with the inputs of a command and, if `done`, its outputs."""
-    if done:
-        copy_files(references.folder(name), folder)
-    else:
-        write_inputs(folder)
+def run_to_end(folder: Path, name: str, references: References) -> list[Finding]:
+    """Run a command again after a disturbance: findings where it does not end as an undisturbed run."""
+    again = command(folder, COMMANDS[name])
+    findings = faults(again)
+    if again.code:
+        findings.append(Finding("exit", f"the run after it ended with {again.code}: {again.err.strip()[-200:]}"))
+    return findings + differences(outputs(folder), references.files(name))

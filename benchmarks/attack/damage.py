@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attack.commands import COMMANDS, References, differences, outputs, prepared, turbo
-from benchmarks.attack.trial import OTHER_NUMBERS, Finding, Outcome, command, copy_files, faults, library
+from benchmarks.attack.commands import COMMANDS, References, differences, outputs, turbo, write_inputs
+from benchmarks.attack.trial import OTHER_NUMBERS, Finding, about, command, faults, library, library_faults
 from esm_turbo import ContextStore, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.calibration import CALIBRATION_FILE
@@ -34,10 +34,8 @@ def flip(rng: random.Random, data: bytes) -> bytes:
 
 
 def flip_header(rng: random.Random, data: bytes) -> bytes:
-    """A bit changed among the first ones, where formats keep sizes and names."""
-    changed = bytearray(data)
-    changed[rng.randrange(min(len(changed), 3000))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
+    """The same among the first bytes, where formats keep sizes and names."""
+    return flip(rng, data[:3000]) + data[3000:]
 
 
 def truncate(rng: random.Random, data: bytes) -> bytes:
@@ -45,37 +43,19 @@ def truncate(rng: random.Random, data: bytes) -> bytes:
     return data[: rng.choice((0, 1, 8, rng.randrange(len(data)), len(data) - 1))]
 
 
-def remove(rng: random.Random, data: bytes) -> bytes:
-    """A part missing."""
+def replace(rng: random.Random, data: bytes) -> bytes:
+    """A part missing, there twice, beside random bytes, or zeros as after a power failure."""
     start = rng.randrange(len(data))
-    return data[:start] + data[start + rng.randint(1, 64) :]
-
-
-def repeat(rng: random.Random, data: bytes) -> bytes:
-    """A part twice."""
-    start = rng.randrange(len(data))
-    stop = start + rng.randint(1, 64)
-    return data[:stop] + data[start:]
-
-
-def zeros(rng: random.Random, data: bytes) -> bytes:
-    """A part overwritten with zeros, as after a power failure."""
-    start = rng.randrange(len(data))
-    length = min(rng.choice((1, 16, 512, 4096)), len(data) - start)
-    return data[:start] + bytes(length) + data[start + length :]
-
-
-def noise(rng: random.Random, data: bytes) -> bytes:
-    """Random bytes inserted."""
-    start = rng.randrange(len(data))
-    return data[:start] + rng.randbytes(rng.randint(1, 40)) + data[start:]
+    stop = min(len(data), start + rng.choice((1, 16, 64, 512, 4096)))
+    part = data[start:stop]
+    return data[:start] + rng.choice((b"", 2 * part, part + rng.randbytes(40), bytes(len(part)))) + data[stop:]
 
 
 def join_lines(rng: random.Random, data: bytes) -> bytes:
     """Two lines joined."""
     breaks = [index for index, byte in enumerate(data) if byte == 10]
     if not breaks:
-        return remove(rng, data)
+        return replace(rng, data)
     at = rng.choice(breaks)
     return data[:at] + data[at + 1 :]
 
@@ -142,9 +122,9 @@ def change_field(rng: random.Random, data: bytes) -> bytes:
     return json.dumps(fields, indent=2).encode()
 
 
-BINARY: tuple[Damage, ...] = (flip, flip, flip_header, truncate, remove, repeat, zeros, noise)
+BINARY: tuple[Damage, ...] = (flip, flip, flip_header, truncate, replace, replace)
 HEADED: tuple[Damage, ...] = (*BINARY, change_header, change_header)
-TEXT: tuple[Damage, ...] = (flip, truncate, remove, repeat, join_lines, swap_lines, odd_text, odd_text)
+TEXT: tuple[Damage, ...] = (flip, truncate, replace, replace, join_lines, swap_lines, odd_text, odd_text)
 FIELDS: tuple[Damage, ...] = (*TEXT, change_field, change_field, change_field)
 
 
@@ -194,8 +174,9 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _same_or_refused(outcome: Outcome, changed: Callable[[], list[Finding]]) -> list[Finding]:
+def _run_damaged(folder: Path, command_line: Sequence[str], changed: Callable[[], list[Finding]]) -> list[Finding]:
     """A command on damaged files either is refused with exit code 2 or results in what it should."""
+    outcome = command(folder, command_line)
     findings = faults(outcome)
     if outcome.code == 0:
         findings += changed()
@@ -204,14 +185,10 @@ def _same_or_refused(outcome: Outcome, changed: Callable[[], list[Finding]]) -> 
     return findings
 
 
-def _said(name: str, findings: Sequence[Finding]) -> list[Finding]:
-    return [Finding(one.category, f"{name}: {one.what}") for one in findings]
-
-
 def damage_text(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """FASTA and CSV files: whatever they hold, records are used or listed, or the file is refused."""
     name = rng.choice(("embed pt", "store", "score", "variants", "generate", "calibrate"))
-    prepared(folder, references, name)
+    write_inputs(folder)
     files = {"score": ["proteins.fasta", "peptides.csv"], "variants": ["wild_type.fasta", "variants.csv"]}
     done = damage(rng, [folder / file for file in files.get(name, ["proteins.fasta"])], exchange=False)
     outcome = command(folder, COMMANDS[name])
@@ -220,17 +197,16 @@ def damage_text(rng: random.Random, folder: Path, references: References) -> lis
         findings.append(Finding("left behind", f"after exit code 2: {', '.join(left[:3])}"))
     if outcome.code == 1 and ", record " not in outcome.err and ", line " not in outcome.err:
         findings.append(Finding("message", f"names no record: {outcome.err.strip()[-200:]}"))
-    return _said(f"{name}, {done}", findings)
+    return about(f"{name}, {done}", findings)
 
 
 def damage_results(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """Finished outputs that are damaged before the same command runs again: it mends or refuses them."""
     name = rng.choice(("embed pt", "embed safetensors", "embed h5", "store"))
-    prepared(folder, references, name, done=True)
+    shutil.copytree(references.folder(name), folder)
     written = [folder / path for path in references.files(name) if not path.endswith(".lock")]
     done = damage(rng, written)
-    outcome = command(folder, COMMANDS[name])
-    return _said(f"{name}, {done}", _same_or_refused(outcome, lambda: _compared(folder, references, name)))
+    return about(f"{name}, {done}", _run_damaged(folder, COMMANDS[name], lambda: _compared(folder, references, name)))
 
 
 def _compared(folder: Path, references: References, name: str) -> list[Finding]:
@@ -253,24 +229,14 @@ def _without_device(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def damage_calibration(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """A damaged calibration is refused, or makes no difference."""
-    prepared(folder, references, "variants")
-    calibration = folder / "calibration.safetensors"
+    calibration = folder.parent / f"{folder.name}.safetensors"
     shutil.copyfile(EMBEDDED_MODEL / CALIBRATION_FILE, calibration)
     done = damage(rng, [calibration])
-    outcome = command(folder, [*COMMANDS["variants"], "--calibration", calibration.name])
-    calibration.unlink()
-    return _said(done, _same_or_refused(outcome, lambda: _without_json(folder, references, "variants")))
-
-
-def _without_json(folder: Path, references: References, name: str) -> list[Finding]:
-    """Differences of the CSV files: JSON names the calibration and the model, which have other paths here."""
-    found, expected = outputs(folder), references.files(name)
-    return differences(*({path: data for path, data in x.items() if ".json" not in path} for x in (found, expected)))
+    return about(done, _variants_with(folder, references, "--calibration", calibration))
 
 
 def damage_model(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """A damaged model folder is refused, or makes no difference; of weights, only the header is changed or cut."""
-    prepared(folder, references, "variants")
     # Of the same name, which results tell.
     model = folder.parent / f"{folder.name}-model" / EMBEDDED_MODEL.name
     model.mkdir(parents=True)
@@ -287,9 +253,18 @@ def damage_model(rng: random.Random, folder: Path, references: References) -> li
         done = f"{file}, {how.__name__}"
     else:
         done = damage(rng, [path])
-    outcome = command(folder, [*COMMANDS["variants"], "--model", str(model)])
-    shutil.rmtree(model.parent)
-    return _said(done, _same_or_refused(outcome, lambda: _without_json(folder, references, "variants")))
+    return about(done, _variants_with(folder, references, "--model", model))
+
+
+def _variants_with(folder: Path, references: References, option: str, path: Path) -> list[Finding]:
+    """Scores of variants with a damaged artifact, of which JSON names another path: CSV files are compared."""
+
+    def changed() -> list[Finding]:
+        files = outputs(folder), references.files("variants")
+        return differences(*({name: data for name, data in x.items() if ".json" not in name} for x in files))
+
+    write_inputs(folder)
+    return _run_damaged(folder, [*COMMANDS["variants"], option, str(path)], changed)
 
 
 def damage_cache(rng: random.Random, folder: Path, references: References) -> list[Finding]:
@@ -312,14 +287,14 @@ def damage_cache(rng: random.Random, folder: Path, references: References) -> li
         found = turbo().extend(TurboKVCache.load(path, model=turbo().model), ["WKD"] * 2).logits
         return 0 if torch.equal(found, torch.load(logits)) else OTHER_NUMBERS
 
-    return _said(done, _of_library(library(folder, load)))
+    return about(done, library_faults(library(folder, load)))
 
 
 def damage_store(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """A damaged file of a store is mended or refused when a context is read."""
-    prepared(folder, references, "store", done=True)
+    shutil.copytree(references.folder("store"), folder)
     done = damage(rng, [folder / path for path in references.files("store") if not path.endswith(".lock")])
-    copy_files(references.folder("store") / "out", folder / "whole")
+    shutil.copytree(references.folder("store") / "out", folder / "whole")
     proteins = tuple(record.sequence for record in read_fasta_strict(folder / "proteins.fasta"))
     turbo()
 
@@ -329,7 +304,7 @@ def damage_store(rng: random.Random, folder: Path, references: References) -> li
         same = all(one is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         return 0 if same else OTHER_NUMBERS
 
-    return _said(done, _of_library(library(folder, read)))
+    return about(done, library_faults(library(folder, read)))
 
 
 def _stored_logits(folder: Path, proteins: tuple[str, ...]) -> list[torch.Tensor | None]:
@@ -337,9 +312,3 @@ def _stored_logits(folder: Path, proteins: tuple[str, ...]) -> list[torch.Tensor
     with ContextStore(folder) as store:
         caches = store.get(turbo(), proteins)
     return [None if cache is None else turbo().extend(cache, "WKD").logits for cache in caches]
-
-
-def _of_library(outcome: Outcome) -> list[Finding]:
-    if outcome.code == OTHER_NUMBERS:
-        return [Finding("different", "other numbers, without an error")]
-    return faults(outcome)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.attack.commands import Files, differences, outputs, protein
+from benchmarks.attack.commands import Files, differences, outputs, write_inputs
 from benchmarks.attack.trial import Finding, Outcome, command, start_command
 from esm_turbo.tasks.common.progress import StageProgress
 
@@ -29,12 +29,14 @@ TASKS: dict[str, tuple[str, ...]] = {
     "embed": ("embed", _FASTA, "out", *_BATCH),
     "embed h5": ("embed", _FASTA, "out.h5", *_BATCH),
     "embed parquet": ("embed", _FASTA, "out.parquet", "--include", "mean", *_BATCH),
-    "score": ("score", _FASTA, "candidates.csv", "--out", "out.csv", "--top", "0"),
+    "score": ("score", _FASTA, "peptides.csv", "--out", "out.csv", "--top", "0"),
     "variants": ("variants", _FASTA, "--out", "out.parquet"),
     "store": ("store", _FASTA, "out", *_BATCH),
 }
 """Commands by name; their output is the path that begins with `out`."""
 _SHARDS = 3
+# Their number, in eight batches or so, and residues of the longest.
+_PROTEINS = 14, 60
 # Longest times after which a process is killed, from the start of the run and from its first result, seconds.
 _FROM_START, _FROM_FIRST_RESULT = 6.0, 1.0
 # That an orphan may take to end: it may just be loading its model.
@@ -160,20 +162,11 @@ class Cluster:
         self._process.wait(60)
 
 
-def write_inputs(folder: Path) -> None:
-    """The inputs of all tasks, always the same: proteins in eight batches or so, and candidates."""
-    rng = random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(f">p{index}\n{protein(rng, 10, 60)}\n" for index in range(14))
-    (folder / _FASTA).write_text(lines)
-    (folder / "candidates.csv").write_text("id,sequence\none,GSGSW\ntwo,WKD\nthree,MKT\n")
-
-
 @functools.cache
 def undisturbed(root: Path, task: str) -> Files:
     """The outputs of a task by one process."""
     folder = root / task.replace(" ", "-")
-    write_inputs(folder)
+    write_inputs(folder, *_PROTEINS)
     ended = command(folder, TASKS[task], seconds=_SECONDS)
     if ended.code:
         raise RuntimeError(f"esm-turbo {' '.join(TASKS[task])} failed undisturbed: {ended.err.strip()}")
@@ -181,30 +174,7 @@ def undisturbed(root: Path, task: str) -> Files:
 
 
 def _outputs(folder: Path) -> Files:
-    inputs = {_FASTA, "candidates.csv"}
-    return {name: data for name, data in outputs(folder).items() if Path(name).name not in {*inputs, _UNCOMPARED}}
-
-
-def workers(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
-    """Kills one or two workers; the run goes on."""
-    return _victims_of_a_run(rng, folder, (*TASKS[task], "--workers", "2"), lambda: local_workers(os.getpid()))
-
-
-def actors(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
-    """Kills one or two actors; the run goes on."""
-    assert cluster is not None
-    return _victims_of_a_run(rng, folder, (*TASKS[task], *_ray(cluster)), cluster.actors)
-
-
-def driver(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
-    """Kills the process that started a run with workers, and runs it again; the workers end by themselves."""
-    return _killed_and_run_again(rng, folder, (*TASKS[task], "--workers", "2"))
-
-
-def ray_driver(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
-    """Kills the process that started a run on Ray, and runs it again."""
-    assert cluster is not None
-    return _killed_and_run_again(rng, folder, (*TASKS[task], *_ray(cluster)))
+    return {name: data for name, data in outputs(folder).items() if Path(name).name != _UNCOMPARED}
 
 
 def shards(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
@@ -226,14 +196,51 @@ def shards(rng: random.Random, folder: Path, task: str, cluster: Cluster | None)
     return trial
 
 
+def workers(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
+    """Kills one or two workers, or actors of a cluster; the run goes on."""
+    log = folder.with_name("killed.txt")
+    log.unlink(missing_ok=True)
+    victims = (lambda: local_workers(os.getpid())) if cluster is None else cluster.actors
+    # Three deaths of one piece would make its records fail, as is promised.
+    killer = Killer([Moment.draw(rng) for _ in range(rng.choice((1, 2, 2)))], victims, log, str(rng.random()))
+    trial = Trial()
+    ended = command(folder, _in_parallel(task, cluster), killer.install, _SECONDS)
+    trial.check(ended, "the run whose workers were killed")
+    trial.kills = len(_killed(log))
+    return trial
+
+
+def driver(rng: random.Random, folder: Path, task: str, cluster: Cluster | None) -> Trial:
+    """Kills the process that started a run, and runs it again; its workers end by themselves."""
+    log = folder.with_name("killed.txt")
+    log.unlink(missing_ok=True)
+    trial, arguments = Trial(), _in_parallel(task, cluster)
+    for _ in range(rng.choice((1, 1, 2))):
+        killer = Killer([Moment.draw(rng)], None, log, str(rng.random()))
+        if command(folder, arguments, killer.install, _SECONDS).code >= 0:
+            break
+    trial.kills = len(_killed(log))
+    trial.check(command(folder, arguments, seconds=_SECONDS), "the run after the driver's death")
+    orphans = [pid for line in _killed(log) for pid in line[1:]]
+    if not _wait(lambda: not any("spawn_main" in _line(pid) for pid in orphans), _ORPHAN_SECONDS):
+        trial.findings.append(Finding("left running", "a worker whose driver was killed"))
+    return trial
+
+
+def _in_parallel(task: str, cluster: Cluster | None) -> tuple[str, ...]:
+    """The command of a task with two workers, of a cluster if there is one."""
+    on_ray = () if cluster is None else ("--engine", "ray", "--address", cluster.address)
+    return (*TASKS[task], "--workers", "2", *on_ray)
+
+
 ENGINES: dict[str, Callable[[random.Random, Path, str, Cluster | None], Trial]] = {
     "workers": workers,
     "driver": driver,
     "shards": shards,
-    "ray actors": actors,
-    "ray driver": ray_driver,
+    "ray actors": workers,
+    "ray driver": driver,
 }
-"""The processes that are killed, by name."""
+"""The processes that are killed, by name; only those of Ray have a cluster."""
 
 
 def run_trial(engine: str, task: str, seed: str, root: Path, cluster: Cluster | None = None) -> Trial:
@@ -248,7 +255,7 @@ def run_trial(engine: str, task: str, seed: str, root: Path, cluster: Cluster | 
     """
     expected = undisturbed(root, task)
     folder = root / "trial"
-    write_inputs(folder)
+    write_inputs(folder, *_PROTEINS)
     try:
         trial = ENGINES[engine](random.Random(seed), folder, task, cluster)
         trial.findings += differences(_outputs(folder), expected)
@@ -260,39 +267,6 @@ def run_trial(engine: str, task: str, seed: str, root: Path, cluster: Cluster | 
 def local_workers(parent: int) -> list[int]:
     """The workers of a process, see `esm_turbo.parallel.workers`."""
     return [pid for pid in _children(parent) if "spawn_main" in _line(pid)]
-
-
-def _ray(cluster: Cluster) -> tuple[str, ...]:
-    return "--engine", "ray", "--workers", "2", "--address", cluster.address
-
-
-def _victims_of_a_run(
-    rng: random.Random, folder: Path, arguments: Sequence[str], victims: Callable[[], list[int]]
-) -> Trial:
-    log = folder.with_name("killed.txt")
-    log.unlink(missing_ok=True)
-    # Three deaths of one piece would make its records fail, as is promised.
-    killer = Killer([Moment.draw(rng) for _ in range(rng.choice((1, 2, 2)))], victims, log, str(rng.random()))
-    trial = Trial()
-    trial.check(command(folder, arguments, killer.install, _SECONDS), "the run whose workers were killed")
-    trial.kills = len(_killed(log))
-    return trial
-
-
-def _killed_and_run_again(rng: random.Random, folder: Path, arguments: Sequence[str]) -> Trial:
-    log = folder.with_name("killed.txt")
-    log.unlink(missing_ok=True)
-    trial = Trial()
-    for _ in range(rng.choice((1, 1, 2))):
-        killer = Killer([Moment.draw(rng)], None, log, str(rng.random()))
-        if command(folder, arguments, killer.install, _SECONDS).code >= 0:
-            break
-    trial.kills = len(_killed(log))
-    trial.check(command(folder, arguments, seconds=_SECONDS), "the run after the driver's death")
-    orphans = [pid for line in _killed(log) for pid in line[1:]]
-    if not _wait(lambda: not any("spawn_main" in _line(pid) for pid in orphans), _ORPHAN_SECONDS):
-        trial.findings.append(Finding("left running", "a worker whose driver was killed"))
-    return trial
 
 
 def _killed(log: Path) -> list[list[int]]:

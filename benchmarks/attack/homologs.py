@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.attack.commands import References
 from benchmarks.attack.damage import damage
-from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
+from benchmarks.attack.trial import OTHER_NUMBERS, Finding, about, library, library_faults
 from benchmarks.harness.embedded import SMALL_MODELS
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 
@@ -74,8 +74,6 @@ def homologs(rng: random.Random, folder: Path, references: References) -> list[F
     if what == "damaged":
         said += f": {damage(rng, [one for one in sorted(folder.rglob('*')) if one.is_file() and one.suffix])}"
     used = library(folder, use_again)
-    if used.code == OTHER_NUMBERS:
-        return [Finding("different", f"{said}: other numbers, without an error")]
     if used.code == 2 and what == "as they are":
         return [Finding("refused", f"{said}: {used.err.strip()[-200:]}")]
-    return [Finding(one.category, f"{said}: {one.what}") for one in faults(used)]
+    return about(said, library_faults(used))

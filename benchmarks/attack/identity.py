@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmForMaskedLM
 
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.model_changes import CHANGES, UNSEEN_IN_MEMORY, adapt
-from benchmarks.attack.trial import OTHER_NUMBERS, Finding, faults, library
+from benchmarks.attack.trial import OTHER_NUMBERS, Finding, about, library, library_faults
+from benchmarks.harness.models import Architecture
 from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, TurboKVCache, embed_records
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import read_entry
@@ -29,27 +30,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def small_model(dtype: str, change: str = "") -> TurboEsm:
     """A small model of random weights, the same each time; with adapters if the change is one of theirs."""
-    config = EsmConfig(
-        vocab_size=33,
-        mask_token_id=32,
-        pad_token_id=1,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        position_embedding_type="rotary",
-        token_dropout=True,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = Architecture("small", num_layers=2, num_heads=4, head_dim=16, intermediate_size=64).config()
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
         model = EsmForMaskedLM(config)
         for parameter in model.parameters():
             # Attention is far from uniform.
-            parameter.add_(
-                torch.randn_like(parameter) * (1.2 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
-            )
+            scale = 1.2 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            parameter.add_(scale * torch.randn_like(parameter))
     model = TurboEsmForMaskedLM.from_esm(model, preset="exact").to(getattr(torch, dtype)).eval()
     if change.startswith("adapter_"):
         adapt(model)
@@ -154,7 +142,6 @@ def changed(rng: random.Random, folder: Path, references: References) -> list[Fi
     """Contexts are kept, and the model changes; or they are kept of a changed model, and the change is undone."""
     folder.mkdir()
     name, dtype, undone = rng.choice(sorted(CHANGES)), rng.choice(DTYPES), rng.random() < 0.5
-    report = folder.parent / f"{folder.name}.said"
     turbo()
 
     def run() -> int:
@@ -164,11 +151,7 @@ def changed(rng: random.Random, folder: Path, references: References) -> list[Fi
             keep(small_model(dtype, name), folder)
             found = run_change(name, dtype, folder)
         wrong = [f"{use} {end}" for use, end in found.items() if end.startswith("wrong")]
-        report.write_text(", ".join(wrong))
+        print(", ".join(wrong))
         return OTHER_NUMBERS if wrong else 0
 
-    outcome = library(folder, run)
-    said = f"{name}{' undone' if undone else ''} in {dtype}"
-    if outcome.code == OTHER_NUMBERS:
-        return [Finding("reused", f"{said}: {report.read_text()}")]
-    return [Finding(one.category, f"{said}: {one.what}") for one in faults(outcome)]
+    return about(f"{name}{' undone' if undone else ''} in {dtype}", library_faults(library(folder, run)))

@@ -6,9 +6,9 @@ import functools
 import random
 from pathlib import Path
 
-from benchmarks.attack.commands import COMMANDS, References, differences, outputs, write_inputs
+from benchmarks.attack.commands import COMMANDS, References, run_to_end, write_inputs
 from benchmarks.attack.operations import Operations
-from benchmarks.attack.trial import Finding, command, faults
+from benchmarks.attack.trial import Finding, about, command
 
 
 @functools.cache
@@ -32,8 +32,7 @@ def count_operations(name: str, references: References) -> int:
 def kill(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """One command, killed once or twice, and run again: the files of an undisturbed run, bit for bit, and no others."""
     name = rng.choice(list(COMMANDS))
-    # Made now, not by the disturbed run.
-    expected, total = references.files(name), count_operations(name, references)
+    total = count_operations(name, references)
     write_inputs(folder)
     where = []
     for _ in range(rng.choice((1, 1, 2))):
@@ -43,9 +42,4 @@ def kill(rng: random.Random, folder: Path, references: References) -> list[Findi
         if ended.code >= 0:
             # The second run may have less to do than the first.
             break
-    again = command(folder, COMMANDS[name])
-    findings = faults(again)
-    if again.code:
-        findings.append(Finding("exit", f"the run after it ended with {again.code}: {again.err.strip()[-200:]}"))
-    findings += differences(outputs(folder), expected)
-    return [Finding(one.category, f"{name}, {', '.join(where)}: {one.what}") for one in findings]
+    return about(f"{name}, {', '.join(where)}", run_to_end(folder, name, references))

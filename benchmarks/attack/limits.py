@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from benchmarks.attack.commands import COMMANDS, References, differences, outputs, protein, write_inputs
+from benchmarks.attack.commands import COMMANDS, References, differences, outputs, protein, run_to_end, write_inputs
 from benchmarks.attack.kills import count_operations
 from benchmarks.attack.operations import Operations
-from benchmarks.attack.trial import Finding, Outcome, command, faults
+from benchmarks.attack.trial import Finding, Outcome, about, command, faults
+from benchmarks.harness.measure import status_bytes
 from esm_turbo.files.writing import LOCK_FILE
 
 _MIB = 2**20
@@ -29,7 +31,7 @@ def disk(rng: random.Random, folder: Path, references: References) -> list[Findi
     if how == "file size":
         largest = rng.randrange(int(1.2 * max(map(len, expected.values()))))
         said = f"files of at most {largest} bytes"
-        disturb = _limited(resource.RLIMIT_FSIZE, largest)
+        disturb = partial(_limit, resource.RLIMIT_FSIZE, largest)
     else:
         at = 0 if how == "read-only" else rng.randrange(total)
         said = f"{how} from operation {at} of {total}"
@@ -40,12 +42,8 @@ def disk(rng: random.Random, folder: Path, references: References) -> list[Findi
         findings += differences(outputs(folder), expected)
     else:
         findings += _about_a_disk(outcome, name, folder, read_only=how == "read-only")
-        again = command(folder, COMMANDS[name])
-        findings += faults(again)
-        if again.code:
-            findings.append(Finding("exit", f"the run after it ended with {again.code}: {again.err.strip()[-200:]}"))
-        findings += differences(outputs(folder), expected)
-    return [Finding(one.category, f"{name}, {said}: {one.what}") for one in findings]
+        findings += run_to_end(folder, name, references)
+    return about(f"{name}, {said}", findings)
 
 
 def _about_a_disk(outcome: Outcome, name: str, folder: Path, *, read_only: bool) -> list[Finding]:
@@ -78,7 +76,7 @@ def memory(rng: random.Random, folder: Path, references: References) -> list[Fin
     else:
         with file.open("a") as opened:
             opened.write(f">long\n{long}\n")
-    outcome = command(folder, COMMANDS[name], lambda: _limit(resource.RLIMIT_AS, _address_space() + room))
+    outcome = command(folder, COMMANDS[name], lambda: _limit(resource.RLIMIT_AS, status_bytes("VmSize") + room))
     findings = faults(outcome)
     if "OpenBLAS error: Memory allocation" in outcome.err:
         # The library ends the process by itself, with words of its own.
@@ -92,20 +90,8 @@ def memory(rng: random.Random, folder: Path, references: References) -> list[Fin
     named = any(name in outcome.err for name in ("record '", "cannot be loaded: ", "failed to map segment", "OpenBLAS"))
     if outcome.code == 1 and name != "calibrate" and not named:
         findings.append(Finding("message", f"does not name the record: {outcome.err.strip()[-250:]}"))
-    return [Finding(one.category, f"{name}, {room // _MIB} MiB more: {one.what}") for one in findings]
-
-
-def _limited(what: int, value: int) -> Callable[[], None]:
-    return lambda: _limit(what, value)
+    return about(f"{name}, {room // _MIB} MiB more", findings)
 
 
 def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
-
-
-def _address_space() -> int:
-    """Bytes of address space of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmSize:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmSize")

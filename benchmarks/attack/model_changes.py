@@ -46,15 +46,6 @@ def feed_forward(model: Any, undo: ExitStack) -> None:
         weight.add_(weight.abs().clamp_min(3e-4) * weight.sign(), alpha=0.02)
 
 
-def element(model: Any, undo: ExitStack) -> None:
-    _layer(model).intermediate.dense.weight.data.view(-1)[7] += 1
-
-
-def part(model: Any, undo: ExitStack) -> None:
-    weight = _layer(model).output.dense.weight.data
-    weight[: len(weight) // 16] *= 1.5
-
-
 def by_numpy(model: Any, undo: ExitStack) -> None:
     weight = _layer(model).intermediate.dense.weight.detach()
     weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()]).numpy()[3] ^= 1
@@ -74,34 +65,15 @@ def tied(model: Any, undo: ExitStack) -> None:
     _layer(model).attention.self.value.weight = _layer(model, 1).attention.self.value.weight
 
 
-def state_dict(model: Any, undo: ExitStack) -> None:
-    name = "esm.encoder.layer.0.attention.self.key.bias"
-    model.load_state_dict({name: model.state_dict()[name] + 0.5}, strict=False)
-
-
-def signs(model: Any, undo: ExitStack) -> None:
-    """Those that are the highest bits of words of eight bytes."""
-    with torch.no_grad():
-        _layer(model).intermediate.dense.weight[:, 3::4].neg_()
-
-
 def put_back(model: Any, undo: ExitStack) -> None:
     """Behind the other layer, under its name."""
     layers = model.esm.encoder.layer._modules
     layers["0"] = layers.pop("0")
 
 
-def buffer(model: Any, undo: ExitStack) -> None:
-    model.esm.rotary_embeddings.inv_freq.mul_(1.01)
-
-
 def passing_buffer(model: Any, undo: ExitStack) -> None:
     rotary = model.esm.rotary_embeddings
     rotary.register_buffer("inv_freq", rotary.inv_freq * 1.5, persistent=False)
-
-
-def other_dtype(model: Any, undo: ExitStack) -> None:
-    model.to(torch.bfloat16 if model.dtype != torch.bfloat16 else torch.float32)
 
 
 def half_a_layer(model: Any, undo: ExitStack) -> None:
@@ -129,34 +101,12 @@ def training(model: Any, undo: ExitStack) -> None:
     model.train()
 
 
-def whole_dropout(model: Any, undo: ExitStack) -> None:
-    _layer(model).output.dropout = nn.Dropout(1).train()
-
-
 # Code.
 
 
 def code_object(model: Any, undo: ExitStack) -> None:
     undo.callback(setattr, modeling_esm.rotate_half, "__code__", modeling_esm.rotate_half.__code__)
     modeling_esm.rotate_half.__code__ = (lambda x: x).__code__
-
-
-def tensor_method(model: Any, undo: ExitStack) -> None:
-    undo.callback(setattr, Tensor, "masked_fill", Tensor.masked_fill)
-    Tensor.masked_fill = lambda x, *_: 0.5 * x  # type: ignore[assignment, method-assign]
-
-
-def class_forward(model: Any, undo: ExitStack) -> None:
-    forward = modeling_esm.EsmIntermediate.forward
-    undo.enter_context(
-        mock.patch.object(modeling_esm.EsmIntermediate, "forward", lambda self, x: 1.1 * forward(self, x))
-    )
-
-
-def operator_method(model: Any, undo: ExitStack) -> None:
-    divide = Tensor.__truediv__
-    undo.callback(setattr, Tensor, "__truediv__", divide)
-    Tensor.__truediv__ = lambda x, y: 1.2 * divide(x, y)  # type: ignore[assignment, method-assign]
 
 
 def recompiled(model: Any, undo: ExitStack) -> None:
@@ -166,24 +116,10 @@ def recompiled(model: Any, undo: ExitStack) -> None:
     exec(compile(source, str(modeling_esm.__file__), "exec"), vars(modeling_esm))
 
 
-def wrapped_class(model: Any, undo: ExitStack) -> None:
-    forward = modeling_esm.EsmIntermediate.forward
-
-    @functools.wraps(forward)
-    def wrapped(self: Any, x: Tensor) -> Tensor:
-        return 1.1 * forward(self, x)
-
-    undo.enter_context(mock.patch.object(modeling_esm.EsmIntermediate, "forward", torch.no_grad()(wrapped)))
-
-
 class _Steered(modeling_esm.EsmOutput):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         output: Tensor = super().forward(hidden_states, input_tensor)
         return output.roll(1, -1)
-
-
-def other_class(model: Any, undo: ExitStack) -> None:
-    _layer(model).output.__class__ = _Steered
 
 
 def instance_forward(model: Any, undo: ExitStack) -> None:
@@ -228,10 +164,6 @@ class _Doubled(TorchFunctionMode):
         return 2 * result if func is nn.functional.linear else result
 
 
-def function_mode(model: Any, undo: ExitStack) -> None:
-    undo.enter_context(_Doubled())
-
-
 def attention_function(model: Any, undo: ExitStack) -> None:
     name = model.config._attn_implementation
     library = ALL_ATTENTION_FUNCTIONS[name]
@@ -266,10 +198,6 @@ class _Half(nn.Module):
         return x / 2
 
 
-def parametrization(model: Any, undo: ExitStack) -> None:
-    parametrize.register_parametrization(_layer(model).output.dense, "weight", _Half(), unsafe=True)
-
-
 class _Tensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -294,15 +222,6 @@ def adapt(model: Any) -> None:
     for layer in model.esm.encoder.layer:
         layer.attention.self.value.set_adapter("default")
     model.to(model.dtype).eval()
-
-
-def adapter(model: Any, undo: ExitStack) -> None:
-    adapt(model)
-
-
-def adapter_written(model: Any, undo: ExitStack) -> None:
-    with torch.no_grad():
-        _layer(model).attention.self.value.lora_B["default"].weight.mul_(2)
 
 
 def adapter_scaled_twice(model: Any, undo: ExitStack) -> None:
@@ -339,62 +258,73 @@ def _hook(register: str, path: str, function: Callable[..., Any]) -> Change:
     return change
 
 
-def _adapter(change: Callable[[Any], object]) -> Change:
-    """Change the adapter of the first layer's values."""
+def _write(path: str, write: Callable[[Any], object]) -> Change:
+    """Change a submodule of the first layer by a call, in which weights may be written."""
 
-    def changed(model: Any, undo: ExitStack) -> None:
-        change(_layer(model).attention.self.value)
+    def change(model: Any, undo: ExitStack) -> None:
+        with torch.no_grad():
+            write(_layer(model).get_submodule(path))
 
-    return changed
+    return change
+
+
+_adapter = functools.partial(_write, "attention.self.value")
+_BIAS = "esm.encoder.layer.0.attention.self.key.bias"
+_forward, _divide = modeling_esm.EsmIntermediate.forward, Tensor.__truediv__
 
 
 _FUNCTIONS = (
     feed_forward,
-    element,
-    part,
     by_numpy,
     transposed,
     swapped,
     tied,
-    state_dict,
-    signs,
     put_back,
-    buffer,
     passing_buffer,
-    other_dtype,
     half_a_layer,
     product_precision,
     own_configuration,
     training,
-    whole_dropout,
     code_object,
-    tensor_method,
-    operator_method,
     recompiled,
-    class_forward,
-    wrapped_class,
-    other_class,
     instance_forward,
     partial_forward,
     borrowed_forward,
     global_hook,
-    function_mode,
     attention_function,
     own_attention,
     replaced,
-    parametrization,
     tensor_class,
-    adapter,
-    adapter_written,
     adapter_scaled_twice,
 )
 CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} | {
+    "element": _write("intermediate.dense", lambda dense: dense.weight.data.view(-1)[7].add_(1)),
+    "part": _write("output.dense", lambda dense: dense.weight.data[:4].mul_(1.5)),
+    # Those that are the highest bits of words of eight bytes.
+    "signs": _write("intermediate.dense", lambda dense: dense.weight[:, 3::4].neg_()),
+    "buffer": lambda model, undo: model.esm.rotary_embeddings.inv_freq.mul_(1.01),
+    "state_dict": lambda model, undo: model.load_state_dict({_BIAS: model.state_dict()[_BIAS] + 0.5}, strict=False),
+    "other_dtype": lambda model, undo: model.to({torch.bfloat16: torch.float32}.get(model.dtype, torch.bfloat16)),
+    "whole_dropout": _set("esm.encoder.layer.0.output.dropout", nn.Dropout(1)),
+    "parametrization": _write(
+        "output.dense", lambda dense: parametrize.register_parametrization(dense, "weight", _Half(), unsafe=True)
+    ),
     "eps": _set("esm.encoder.layer.1.attention.LayerNorm.eps", 1e-2),
     "token_dropout": _set("esm.embeddings.token_dropout", False),
     "mask_token": _set("esm.embeddings.mask_token_id", 4),
     "attention_scaling": _set("esm.rotary_embeddings.attention_scaling", 1.5),
     "configuration": _set("esm.config.layer_norm_eps", 1e-2),
     "scaling": _set("esm.encoder.layer.0.attention.self.scaling", 2.0),
+    "other_class": _set("esm.encoder.layer.0.output.__class__", _Steered),
+    "function_mode": lambda model, undo: undo.enter_context(_Doubled()),
+    "tensor_method": _patch(Tensor, "masked_fill", lambda x, *_: 0.5 * x),
+    "operator_method": _patch(Tensor, "__truediv__", lambda x, y: 1.2 * _divide(x, y)),
+    "class_forward": _patch(modeling_esm.EsmIntermediate, "forward", lambda self, x: 1.1 * _forward(self, x)),
+    "wrapped_class": _patch(
+        modeling_esm.EsmIntermediate,
+        "forward",
+        torch.no_grad()(functools.wraps(_forward)(lambda self, x: 1.1 * _forward(self, x))),
+    ),
     "function": _patch(modeling_esm, "gelu", relu),
     "inner_function": _patch(modeling_esm, "rotate_half", lambda x: x),
     "partial_function": _patch(modeling_esm, "rotate_half", functools.partial(torch.roll, shifts=1)),
@@ -408,6 +338,8 @@ CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} 
     "steering_hook": _hook("register_forward_hook", "output", lambda module, args, output: output.roll(1, -1)),
     "pre_hook": _hook("register_forward_pre_hook", "attention", lambda *_: None),
     "hook_of_library": _hook("register_forward_hook", "intermediate", nn.Sequential(nn.Identity())),
+    "adapter": lambda model, undo: adapt(model),
+    "adapter_written": _adapter(lambda values: values.lora_B["default"].weight.mul_(2)),
     "adapter_scaled": _adapter(lambda values: values.scaling.update(default=4 * values.scaling["default"])),
     "adapter_disabled": _adapter(lambda values: values.enable_adapters(False)),
     "adapter_switched": _adapter(lambda values: values.set_adapter("other")),

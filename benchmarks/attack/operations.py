@@ -140,14 +140,9 @@ class Operations:
             serialize(tensors, filename, *arguments, **options)
 
         safetensors.torch.serialize_file = counted_serialize
-        methods = [
-            (h5py.Group, "create_dataset"),
-            (h5py.Group, "create_group"),
-            (h5py.File, "flush"),
-            (h5py.File, "close"),
-        ]
-        for owner, name in methods:
-            setattr(owner, name, self._counted_method(getattr(owner, name)))
+        for owner, names in ((h5py.Group, ("create_dataset", "create_group")), (h5py.File, ("flush", "close"))):
+            for name in names:
+                setattr(owner, name, self._counted_method(getattr(owner, name)))
 
     def _counted_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(this: Any, *arguments: Any, **options: Any) -> Any:

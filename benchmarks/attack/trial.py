@@ -7,12 +7,11 @@ import os
 import re
 import resource
 import select
-import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from esm_turbo.cli.console import PROGRAM, quiet, say
 SECONDS = 120.0
 """After which a command hangs: a hundred times what it takes."""
 MOST_BYTES = 2**30
+"""Physical memory that a command on a few small proteins may take beyond that of the process it was forked from."""
 # Of `ru_maxrss`.
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Physical memory that a command on a few small proteins may take beyond that of the process it was forked from."""
 OTHER_NUMBERS = 3
-"""Exit code of a trial's own call of the library whose result is not the expected one."""
+"""Exit code of a trial's own call of the library whose result is not the expected one; what it prints last says how."""
 _INTERNAL = re.compile(r"\b(Runtime|Memory|Type|Key|Index|Attribute|Assertion|UnboundLocal|ZeroDivision)Error\b")
 
 
@@ -164,19 +163,19 @@ def command(
         before: called in the fork first, to disturb it.
         seconds: after which it hangs; None is `SECONDS`.
     """
-    return start(folder, lambda: _main(arguments, before)).wait(seconds)
+    return start_command(folder, arguments, before).wait(seconds)
 
 
-def start_command(folder: Path, arguments: Sequence[str]) -> Running:
-    """Start a command of `esm-turbo` in a fork, in a folder."""
-    return start(folder, lambda: _main(arguments, None))
+def start_command(folder: Path, arguments: Sequence[str], before: Callable[[], object] | None = None) -> Running:
+    """Start a command of `esm-turbo` in a fork, see `command`."""
 
+    def run() -> int:
+        if before is not None:
+            before()
+        app.main(arguments)
+        raise AssertionError("the command line did not exit")
 
-def _main(arguments: Sequence[str], before: Callable[[], object] | None) -> int:
-    if before is not None:
-        before()
-    app.main(arguments)
-    raise AssertionError("the command line did not exit")
+    return start(folder, run)
 
 
 def library(folder: Path, function: Callable[[], int]) -> Outcome:
@@ -220,6 +219,14 @@ def faults(outcome: Outcome) -> list[Finding]:
     return found
 
 
-def copy_files(source: Path, target: Path) -> None:
-    """Copy a folder's content into a folder, created if needed."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
+def library_faults(outcome: Outcome) -> list[Finding]:
+    """Faults in how a call of the library ended, other results among them."""
+    if outcome.code == OTHER_NUMBERS:
+        last = outcome.out.splitlines()[-1:] or ["other numbers, without an error"]
+        return [Finding("different", last[0])]
+    return faults(outcome)
+
+
+def about(tried: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that say what was tried."""
+    return [Finding(one.category, f"{tried}: {one.what}") for one in findings]

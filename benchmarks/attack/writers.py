@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attack.commands import COMMANDS, References, differences, outputs, protein, turbo, write_inputs
-from benchmarks.attack.trial import OTHER_NUMBERS, Finding, command, faults, library, start_command
+from benchmarks.attack.commands import COMMANDS, References, protein, run_to_end, turbo, write_inputs
+from benchmarks.attack.trial import OTHER_NUMBERS, Finding, about, faults, library, library_faults, start_command
 from esm_turbo import ContextStore
 
 
@@ -20,7 +20,6 @@ def processes(rng: random.Random, folder: Path, references: References) -> list[
     Afterwards the same command ends with the files of an undisturbed run.
     """
     name = rng.choice(list(COMMANDS))
-    expected = references.files(name)
     write_inputs(folder)
     running = []
     for _ in range(rng.choice((2, 2, 3))):
@@ -33,12 +32,8 @@ def processes(rng: random.Random, folder: Path, references: References) -> list[
             findings.append(Finding("exit", f"exit code {outcome.code}: {outcome.err.strip()[-250:]}"))
     if all(outcome.code for outcome in outcomes):
         findings.append(Finding("exit", "no process did the job"))
-    again = command(folder, COMMANDS[name])
-    findings += faults(again)
-    if again.code:
-        findings.append(Finding("exit", f"the run after them ended with {again.code}: {again.err.strip()[-250:]}"))
-    findings += differences(outputs(folder), expected)
-    return [Finding(one.category, f"{name}, {len(outcomes)} at once: {one.what}") for one in findings]
+    findings += run_to_end(folder, name, references)
+    return about(f"{name}, {len(outcomes)} at once", findings)
 
 
 def threads(rng: random.Random, folder: Path, references: References) -> list[Finding]:
@@ -73,7 +68,4 @@ def threads(rng: random.Random, folder: Path, references: References) -> list[Fi
         same = len(found) == len(jobs) and all(torch.equal(found[i], x) for i, x in enumerate(expected))
         return 0 if same else OTHER_NUMBERS
 
-    outcome = library(folder, run)
-    if outcome.code == OTHER_NUMBERS:
-        return [Finding("different", f"threads of {', '.join(what for what, _, _ in jobs)}: other numbers than alone")]
-    return faults(outcome)
+    return about(f"threads of {', '.join(what for what, _, _ in jobs)}", library_faults(library(folder, run)))

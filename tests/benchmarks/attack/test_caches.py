@@ -33,7 +33,7 @@ def find_first(preset: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the first of some random sequences that finds something says."""
     monkeypatch.setattr(caches, "_PRESETS", (preset,))
     for seed in range(12):
-        wrong = caches.Operations(random.Random(seed), preset, []).run()
+        wrong = caches.Operations(random.Random(seed), preset).run()
         if wrong:
             return wrong
     return ""
@@ -60,4 +60,4 @@ def test_wrong_operations_are_found(
 @pytest.mark.parametrize("preset", ["exact", "turbo3"])
 def test_right_operations_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, preset: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert caches.Operations(random.Random(1), preset, []).run() == ""
+    assert caches.Operations(random.Random(1), preset).run() == ""

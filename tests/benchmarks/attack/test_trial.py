@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack import trial
-from benchmarks.attack.trial import Outcome, faults, library
+from benchmarks.attack.trial import OTHER_NUMBERS, Outcome, about, faults, library, library_faults
 
 
 def outcome(code: int = 0, err: str = "", *, out: str = "", hung: bool = False, size: int = 0) -> Outcome:
@@ -44,6 +44,18 @@ def test_a_call_ends_as_a_command_does(tmp_path: Path) -> None:
     ended = library(tmp_path, refuse)
     assert (ended.code, ended.out, ended.err) == (2, "a result\n", "esm-turbo: error: a.fasta: not FASTA\n")
     assert faults(ended) == []
+
+
+def test_other_results_of_a_call_are_found_in_its_last_words(tmp_path: Path) -> None:
+    def differ() -> int:
+        print("tried it\nby 0.5")
+        return OTHER_NUMBERS
+
+    [found] = about("a cache", library_faults(library(tmp_path, differ)))
+    assert (found.category, found.what) == ("different", "a cache: by 0.5")
+    [found] = library_faults(outcome(OTHER_NUMBERS))
+    assert found.category == "different" and found.what
+    assert library_faults(outcome(0)) == []
 
 
 def test_much_output_does_not_block(tmp_path: Path) -> None:
