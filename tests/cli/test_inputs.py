@@ -254,15 +254,18 @@ def test_an_unknown_device_is_refused(esm, fasta, tmp_path):
     assert "device 'warp' cannot be used here" in result.error
 
 
-def test_a_missing_calibration_is_reported(esm, fasta, tmp_path, tiny_folder):
+def test_a_missing_calibration_is_reported(esm, known, tmp_path, tiny_folder):
     for arguments in (
-        ["embed", fasta, tmp_path / "out", "--include", "cache"],
-        ["evaluate", fasta, "--preset", "paper"],
+        ["embed", known, tmp_path / "out", "--include", "cache"],
+        ["evaluate", known, "--preset", "paper"],
+        ["score", known, known, "--arm", "turbo"],
     ):
         result = esm(*arguments, "--model", tiny_folder)
         assert result.code == 2
         assert "esm-turbo calibrate" in result.error
-    result = esm("evaluate", fasta, "--model", tiny_folder, "--calibration", tmp_path / "absent.safetensors")
+    # The only message.
+    assert not result.said
+    result = esm("evaluate", known, "--model", tiny_folder, "--calibration", tmp_path / "absent.safetensors")
     assert result.code == 2
     assert "absent.safetensors" in result.error
     assert not (tmp_path / "out").exists()
@@ -407,13 +410,6 @@ def test_only_the_embedded_model_is_called_a_demonstration(esm, fasta, tmp_path,
 def known(write):
     """Proteins without unknown residues, of which commands say nothing."""
     return write("known.fasta", ">a class=alpha_beta\nMKTAYIAKQRQISFVK\n>b class=alpha_beta\nGSGSWKDL\n")
-
-
-def test_a_missing_calibration_is_the_only_message(esm, known, tiny_folder):
-    result = esm("score", known, known, "--model", tiny_folder, "--arm", "turbo")
-    assert result.code == 2
-    assert "calibrat" in result.error
-    assert not result.said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,24 @@ from esm_turbo.evaluate import Evaluation, TokenAccuracy, protocols
 from tests.helpers.evaluation import OFF, SEQUENCES, cache_of, check, ids_of
 
 
+class Arms(defaultdict[tuple[str, bool], list[tuple[Tensor, Tensor]]]):
+    """Hidden states and logits of tokens, by what computed them and whether they are special."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def check(self, freezing: TokenAccuracy, quantisation: TokenAccuracy, total: TokenAccuracy) -> None:
+        """Compare figures with those of the tokens."""
+        for special, name in ((False, "residues"), (True, "special_tokens")):
+            full, exact, paper = (self[arm, special] for arm in ("full", "exact", "paper"))
+            check(getattr(freezing, name), full, exact)
+            check(getattr(quantisation, name), exact, paper)
+            check(getattr(total, name), full, paper)
+
+
 @torch.no_grad()
 def test_leave_one_out_equals_one_extension_per_token(tiny: TurboEsm, evaluation: Evaluation) -> None:
-    arms: dict[str, dict[bool, list[tuple[Tensor, Tensor]]]] = {
-        arm: {True: [], False: []} for arm in ("full", "exact", "paper")
-    }
+    arms = Arms()
     for sequence in SEQUENCES:
         ids = ids_of(tiny, sequence)
         n = ids.shape[1]
@@ -27,7 +41,7 @@ def test_leave_one_out_equals_one_extension_per_token(tiny: TurboEsm, evaluation
         caches = {preset: cache_of(tiny, ids, preset) for preset in ("exact", "paper")}
         for i in range(n):
             special = i in (0, n - 1)
-            arms["full"][special].append((full.hidden_states[-1][0, i], full.logits[0, i]))
+            arms["full", special].append((full.hidden_states[-1][0, i], full.logits[0, i]))
             mask = torch.ones(1, n + 1, dtype=torch.int64)
             mask[0, i] = 0
             for preset, cache in caches.items():
@@ -38,13 +52,9 @@ def test_leave_one_out_equals_one_extension_per_token(tiny: TurboEsm, evaluation
                     past_key_values=cache,
                     output_hidden_states=True,
                 )
-                arms[preset][special].append((out.hidden_states[-1][0, 0], out.logits[0, 0]))
+                arms[preset, special].append((out.hidden_states[-1][0, 0], out.logits[0, 0]))
     loo = evaluation["paper"].leave_one_out
-    for special in (False, True):
-        name = "special_tokens" if special else "residues"
-        check(getattr(loo.against_frozen, name), arms["exact"][special], arms["paper"][special])
-        check(getattr(loo.against_full, name), arms["full"][special], arms["paper"][special])
-        check(getattr(evaluation.frozen.leave_one_out, name), arms["full"][special], arms["exact"][special])
+    arms.check(evaluation.frozen.leave_one_out, loo.against_frozen, loo.against_full)
 
 
 def test_leave_one_out_does_not_depend_on_the_chunk_size(
@@ -81,9 +91,7 @@ def test_only_compressed_caches_have_a_quantisation_error(evaluation: Evaluation
 @pytest.mark.parametrize("w", [0, 8, 32])
 @pytest.mark.parametrize("k", [1, 18])
 def test_extension_equals_one_protein_at_a_time(tiny: TurboEsm, evaluation: Evaluation, k: int, w: int) -> None:
-    arms: dict[str, dict[bool, list[tuple[Tensor, Tensor]]]] = {
-        arm: {True: [], False: []} for arm in ("full", "exact", "paper")
-    }
+    arms = Arms()
     for sequence in SEQUENCES:
         if len(sequence) <= k:
             continue
@@ -95,15 +103,10 @@ def test_extension_equals_one_protein_at_a_time(tiny: TurboEsm, evaluation: Eval
             outputs[preset] = (extended.hidden_states[0], extended.logits[0])
         for arm, (hidden, logits) in outputs.items():
             for i in range(k + 1):
-                arms[arm][i == k].append((hidden[i], logits[i]))
+                arms[arm, i == k].append((hidden[i], logits[i]))
     [frozen] = [f for f in evaluation.frozen.extend if (f.new_residues, f.refreshed) == (k, w)]
     [extend] = [e for e in evaluation["paper"].extend if (e.new_residues, e.refreshed) == (k, w)]
-    assert frozen.against_full and extend.against_frozen and extend.against_full
-    for special in (False, True):
-        name = "special_tokens" if special else "residues"
-        check(getattr(frozen.against_full, name), arms["full"][special], arms["exact"][special])
-        check(getattr(extend.against_frozen, name), arms["exact"][special], arms["paper"][special])
-        check(getattr(extend.against_full, name), arms["full"][special], arms["paper"][special])
+    arms.check(frozen.against_full, extend.against_frozen, extend.against_full)
 
 
 def test_refreshing_more_residues_reduces_the_freezing_error(evaluation: Evaluation) -> None:

@@ -74,7 +74,7 @@ def test_residues_are_appended(esm: Callable[..., Any], fasta: Path, tiny: Turbo
 
 def test_residues_are_replaced_within_constraints(esm: Callable[..., Any], fasta: Path) -> None:
     result = esm(
-        "generate", fasta, "--positions", "1-2,3", "--allowed", "1=M", "2-3=AG", "--banned", "A", "--sweeps", 2,
+        "generate", fasta, "--positions", "1-2,3", "--allowed", "1=M", "2-3=AG", "--banned", "G", "--sweeps", 2,
         "--order", "confidence", "--json", "-",
     )  # fmt: skip
     assert result.code == 0
@@ -82,7 +82,7 @@ def test_residues_are_replaced_within_constraints(esm: Callable[..., Any], fasta
     assert found["failed"] == []
     assert [one["record"] for one in found["sequences"]] == ["a", "b", "c"]
     for one in found["sequences"]:
-        assert one["sequence"] == "MGG" + RECORDS[one["record"]][3:]
+        assert one["sequence"] == "MAA" + RECORDS[one["record"]][3:]
         assert one["positions"] == [1, 2, 3]
         assert len(one["log_probs"]) == 3
 
