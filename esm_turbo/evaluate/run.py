@@ -71,7 +71,11 @@ def evaluate(
         ValueError: a preset needs a calibration and the model has none, a sequence is not a protein, an option is
             invalid, or outputs of a preset contain NaN or infinity.
     """
-    _check_options(max_proteins, extend_ks, refresh_ws)
+    if max_proteins is not None and max_proteins < 1:
+        raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
+    for name, numbers, least in (("extend_ks", extend_ks, 1), ("refresh_ws", refresh_ws, 0)):
+        if any(number < least for number in numbers):
+            raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
     has_families = turbo.model.base_model.exact_contexts is not None
     proteins = _proteins(sequences, names, classes, has_families)[:max_proteins]
     configs, unavailable = resolve_presets(turbo, presets)
@@ -108,18 +112,6 @@ def evaluate(
     )
     frozen = Frozen(TokenAccuracy.of(loo.frozen_full), extensions(extend, lengths, None))
     return Evaluation(_provenance(turbo, proteins), frozen, evaluated, unavailable, precision)
-
-
-def _check_options(
-    max_proteins: int | None,
-    extend_ks: Sequence[int],
-    refresh_ws: Sequence[int],
-) -> None:
-    if max_proteins is not None and max_proteins < 1:
-        raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
-    for name, numbers, least in (("extend_ks", extend_ks, 1), ("refresh_ws", refresh_ws, 0)):
-        if any(number < least for number in numbers):
-            raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
 
 
 def _proteins(

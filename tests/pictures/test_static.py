@@ -117,10 +117,10 @@ def test_numbers_are_those_of_the_columns_and_do_not_touch(columns, shown, uprig
 
 
 def test_gaps_separate_what_is_not_beside_each_other() -> None:
-    upper, lower, _ = figure(tracks_of([3, 7, 8])).axes
-    assert [line.get_xdata()[0] for line in lower.lines if line.get_color() == "white"] == [0.5]
+    upper, lower, _ = figure(tracks_of([3, 7, 8, 10])).axes
+    assert [line.get_xdata()[0] for line in lower.lines if line.get_color() == "white"] == [0.5, 2.5]
     pieces = [patch.get_data().edges.tolist() for patch in upper.patches if not patch.get_fill()]
-    assert pieces == [[-0.5, 0.5], [0.5, 1.5, 2.5]]
+    assert pieces == [[-0.5, 0.5], [0.5, 1.5, 2.5], [2.5, 3.5]]
 
 
 def test_a_ranking_prints_the_residues_of_the_best(ranking) -> None:
