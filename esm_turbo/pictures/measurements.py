@@ -10,7 +10,6 @@ import numpy as np
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.evaluate.evaluation import Evaluation
-from esm_turbo.evaluate.results import TokenAccuracy
 from esm_turbo.files.quality import Quality
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Lines, Panel, Scatter, Sheet, Table
@@ -72,16 +71,16 @@ def _freezing(result: Evaluation) -> list[Panel]:
         refreshed = sorted({one.refreshed for one in result.frozen.extend if one.new_residues == new})
         series = {}
         for name, entries in arms.items():
-            found = {one.refreshed: _cosine_error(side) for one, side in entries if one.new_residues == new}
+            found = {
+                one.refreshed: 1 - side.residues.cosine_mean
+                for one, side in entries
+                if one.new_residues == new and side is not None
+            }
             series[name] = _floored([found.get(count, np.nan) for count in refreshed])
         if any(np.isfinite(values).any() for values in series.values()):
             label = f"residues refreshed, {counted(new, 'new residue')}"
             panels.append(Lines(refreshed, series, label, _ERROR, log_y=True, markers=True))
     return panels
-
-
-def _cosine_error(side: TokenAccuracy | None) -> float:
-    return float("nan") if side is None else 1 - side.residues.cosine_mean
 
 
 def _floored(values: Sequence[float]) -> Array:

@@ -329,7 +329,11 @@ def _beside(drawn: Figure, place: SubplotSpec, panels: Sequence[Panel]) -> list[
     """Panels beside each other; those with rows are as tall as these need."""
     shares = [2.0 if isinstance(panel, Heatmap) else 1.0 for panel in panels]
     usable = drawn.get_figwidth() - len(panels) - 2 * _has_legend(panels[-1])
-    widths = [_panel_width(panel, usable * share / sum(shares)) for panel, share in zip(panels, shares, strict=True)]
+    widths = [usable * share / sum(shares) for share in shares]
+    widths = [
+        min(width, 0.24 * len(panel.columns)) if isinstance(panel, Heatmap) else width
+        for panel, width in zip(panels, widths, strict=True)
+    ]
     if len(panels) == 1 and not isinstance(panels[0], Heatmap | Bars):
         widths = [min(usable, 6.5)]
     height = _panels_height(panels)
@@ -366,12 +370,6 @@ def _row_height(panels: Sequence[Panel]) -> float:
 def _has_legend(panel: Panel) -> bool:
     """True if the last panel of a row explains the colours of all."""
     return isinstance(panel, Lines) and len(panel.series) > 1
-
-
-def _panel_width(panel: Panel, usable: float) -> float:
-    if isinstance(panel, Heatmap):
-        return min(usable, 0.24 * len(panel.columns))
-    return usable
 
 
 def _panel_height(panel: Panel) -> float:

@@ -319,7 +319,7 @@ def _normalized(
     if (stop := residues.find("*")) >= 0:
         raise _Rejected(f"position {stop + 1} is a stop '*' inside the sequence; cut it there or remove the record")
     if unknown is not None:
-        residues = _NEITHER_RESIDUE_NOR_GAP.sub(lambda one: "X" if _stands_for_residue(one[0]) else one[0], residues)
+        residues = _NEITHER_RESIDUE_NOR_GAP.sub(lambda o: "X" if o[0] == "?" or o[0].isalpha() else o[0], residues)
     checked = residues.replace(CHAIN_BREAK, "X") if chain_breaks else residues
     if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(checked):
         raise _Rejected(
@@ -330,10 +330,6 @@ def _normalized(
     if not residues.strip(CHAIN_BREAK):
         raise _Rejected("holds no residues; give a sequence or remove the record")
     return residues
-
-
-def _stands_for_residue(character: str) -> bool:
-    return character == "?" or character.isalpha()
 
 
 def _remedy(character: str, has_options: bool) -> str:
