@@ -80,6 +80,13 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
     ]
 
 
+def test_deletions_are_scored_as_whole_variants(esm_shared, wild_type, write):
+    table = write("variants.csv", "mutant\nK2del\n")
+    code, printed, err = esm_shared("variants", wild_type, table, "--method", "pseudo_perplexity")
+    assert (code, err) == (0, "") and "K2del" in printed
+    assert esm_shared("variants", wild_type, table).code == 2
+
+
 @pytest.mark.parametrize("rows", ["K25A", "K25A\nT26A\nA27G"])
 def test_misnumbered_variants_point_to_the_option(esm_shared, wild_type, write, rows):
     table = write("variants.csv", f"mutant\n{rows}\n")
