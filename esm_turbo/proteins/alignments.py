@@ -244,7 +244,7 @@ def read_homologs(
         FastaError: (a ValueError) the file cannot be used, a record holds no residues or other letters, rows differ in
             their columns, the alignment is another protein's, or there are no homologs.
     """
-    if isinstance(protein, str):
+    if not isinstance(protein, ProteinRecord):
         protein = ProteinRecord("the protein", normalize_sequence(protein, name="the protein"))
     name, residues = protein.id, protein.sequence
     raw = [((title.split(maxsplit=1) or [f"#{n}"])[0], text) for n, (title, text) in enumerate(raw_records(path), 1)]

@@ -123,6 +123,8 @@ def test_other_bad_files(write: Write, tmp_path: Path) -> None:
         read_homologs(cut, PROTEIN)
     with pytest.raises(ValueError, match="the protein: position 2 is '1'"):
         read_homologs(write("f.a3m", A3M), "M1")
+    with pytest.raises(TypeError, match="the protein: a sequence must be a string, got list"):
+        read_homologs(write("f.a3m", A3M), ["M"])  # type: ignore[arg-type]
     assert (
         read_homologs(write("f.a3m", A3M.replace("MKT--I", "MKJ--I")), PROTEIN, unknown="X").sequences[1] == "MKXIAKQK"
     )
