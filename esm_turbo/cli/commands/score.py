@@ -104,7 +104,7 @@ def score(
     from esm_turbo.pictures.ranking import has_matrix
     from esm_turbo.tasks.common.run_info import run_metadata
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
-    from esm_turbo.tasks.scoring.screens import compare, rescore, score_in, shared_candidates, sort
+    from esm_turbo.tasks.scoring.screens import ScoreMore, compare, rescore, score_in, shared_candidates
 
     if candidates is None:
         good, read, bad_candidates = read_pairs(targets, unknown=letters.unknown, remove_gaps=letters.remove_gaps)
@@ -162,19 +162,16 @@ def score(
             if contexts and screen.sort_by == "specificity":
                 stages["rescore background"] = None
         with running(spread, turbo, store, journal, "residues", stages) as where:
-            options = {"top_k": top_k, **settings, **where}
-            run = score_records(turbo, good, read, arms, plan=sharding.plan, **options)
+            score_all: ScoreMore = partial(
+                score_records, turbo, top_k=top_k, sort_by=screen.sort_by, **settings, **where
+            )
+            run = score_all(good, read, arms, plan=sharding.plan)
             if background is not None and contexts:
-                elsewhere = partial(score_records, turbo, stage="background", **options)
-                compare(run, background, score_in(contexts, run, elsewhere))
+                compare(run, background, score_in(contexts, run, score_all))
             elif background is not None and compares and sharding.plan is None:
                 compare(run, background)
-            sort(run, screen.sort_by)
             if screen.rescore is not None:
-                again, elsewhere = (
-                    partial(score_records, turbo, stage=stage, **options) for stage in ("rescore", "rescore background")
-                )
-                rescore(run, screen.rescore, contexts, again, elsewhere)
+                rescore(run, screen.rescore, contexts, score_all)
         write_results(run, used, settings | chosen, sharding, good, compares_targets=compares and not contexts)
     if matrix is not None and run.results:
         save(partial(run.matrix().write, metadata=run_metadata(used, settings | chosen)), matrix)

@@ -24,6 +24,7 @@ from esm_turbo.tasks.scoring.score import (
     TargetRows,
     cached_target,
     check_candidates,
+    chosen_again,
     compared,
     target_ids,
     warn_of_peptides,
@@ -178,11 +179,7 @@ def score(
     else:
         [sequence] = as_list([context], "target")
         pair = TargetPairs(sequence, own)
-    warn_of_pairs(turbo, [pair])
-    check_ranking(arm, rescore, sort_by, background)
-    contexts = _contexts(background, [pair])
-    found = _against(turbo, task, [pair], contexts, progress, alone=True)
-    return _with_best_again(turbo, task, found, [pair], contexts, rescore, sort_by, progress)[0]
+    return _ranked(turbo, task, [pair], background, rescore, sort_by, progress, alone=True)[0]
 
 
 def score_pairs(
@@ -227,73 +224,93 @@ def score_pairs(
     pairs = _pairs(as_list(targets, "target"), candidates)
     for number, one in enumerate(pairs):
         check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
-    warn_of_pairs(turbo, pairs)
-    check_ranking(arm, rescore, sort_by, background)
-    runner: Runner | None = turbo.runner(devices)
-    contexts = _contexts(background, pairs)
-    found = _against(turbo, task, pairs, contexts, progress, runner)
-    return _with_best_again(turbo, task, found, pairs, contexts, rescore, sort_by, progress, runner)
+    return _ranked(turbo, task, pairs, background, rescore, sort_by, progress, turbo.runner(devices))
 
 
-def _contexts(
-    background: Background | Sequence[str], pairs: Sequence[TargetPairs]
-) -> tuple[str | None, list[ProteinRecord]]:
-    """Of a background, see `background_contexts`."""
-    return background_contexts(background, sum(len(pair.candidates) for pair in pairs) // len(_unique(pairs)))
-
-
-def _unique(pairs: Sequence[TargetPairs]) -> list[str]:
-    return list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates))
-
-
-def _against(
+def _ranked(
     turbo: ContextModel,
     task: ScoreTask,
     pairs: Sequence[TargetPairs],
-    background: tuple[str | None, list[ProteinRecord]],
+    background: Background | Sequence[str],
+    rescore: int,
+    sort_by: SortBy,
     progress: Progress | None,
     runner: Runner | None = None,
     *,
     alone: bool = False,
 ) -> PairScores:
-    """Score pairs, and the same candidates in a background; the errors are those of `score_pairs`.
+    """Score pairs, compare them with a background, and score the best again by the arm `full`.
+
+    The background is scored again, too, where that ranks. The options and errors are those of `score_pairs`.
 
     Args:
-        background: its name and contexts.
         alone: there is one target, whose error is raised.
     """
-    name, records = background
-    others = [TargetPairs(record.sequence, _unique(pairs)) for record in records]
-    size, more = (sum(map(task.units, own)) for own in (pairs, others))
-    shown = part_of(progress, total=size + more)
-    if alone:
-        found = PairScores((score_item(turbo, task, pairs[0], shown),), {})
-    else:
-        found = _together(turbo, task, pairs, shown, runner)
-    if name is None:
+    [arm] = task.arms
+    check_ranking(arm, rescore, sort_by, background)
+    warn_of_pairs(turbo, pairs, stacklevel=3)
+    name, contexts = background_contexts(background, sum(len(one.candidates) for one in pairs) // len(_unique(pairs)))
+    found = _compared(turbo, task, pairs, name, contexts, progress, runner, alone=alone)
+    known = {index: one for index, one in enumerate(found.scores) if one is not None}
+    if not rescore or not known:
         return found
-    elsewhere: list[Scores] | None = None
+    chosen = chosen_again(list(known.values()), rescore, sort_by, name)
+    again = [
+        TargetPairs(pairs[index].sequence, [one.scores[number].candidate for number in own])
+        for (index, one), own in zip(known.items(), chosen, strict=True)
+    ]
+    if sort_by == "likelihood":
+        name, contexts = None, []
+    shown = part_of(progress, stage="rescore")
+    exact = _compared(turbo, replace(task, arms=("full",)), again, name, contexts, shown, runner)
+    scores = list(found.scores)
+    for (index, one), own in zip(known.items(), exact.scores, strict=True):
+        scores[index] = one.with_exact(one.ranking(sort_by)[:rescore], own)
+    return PairScores(tuple(scores), found.failed)
+
+
+def _compared(
+    turbo: ContextModel,
+    task: ScoreTask,
+    pairs: Sequence[TargetPairs],
+    background: str | None,
+    contexts: Sequence[ProteinRecord],
+    progress: Progress | None,
+    runner: Runner | None,
+    *,
+    alone: bool = False,
+) -> PairScores:
+    """Score pairs, and the same candidates in the contexts of a background, see `_ranked`."""
+    others = [TargetPairs(record.sequence, _unique(pairs)) for record in contexts]
+    size, more = (sum(map(task.units, own)) for own in (pairs, others))
+
+    def score_all(own: Sequence[TargetPairs], start: int) -> PairScores:
+        shown = part_of(progress, start=start, total=size + more)
+        if own is pairs and alone:
+            return PairScores((score_item(turbo, task, own[0], shown),), {})
+        return PairScores.of(score_items(turbo, task, own, in_pieces=runner is not None, progress=shown, runner=runner))
+
+    found = score_all(pairs, 0)
+    if background is None:
+        return found
+    elsewhere = None
     if others:
-        rest = _together(turbo, task, others, part_of(progress, start=size, total=size + more), runner)
+        rest = score_all(others, size)
         elsewhere = [rest[index] for index in range(len(others))]
     known = [index for index, one in enumerate(found.scores) if one is not None]
-    scores = list(found.scores)
-    codes = turbo.codes
     # However targets are written, a protein is no background of itself.
-    targets = [codes.decode(codes.encode(pairs[i].sequence, f"target {i + 1}")) for i in known]
-    own = compared(targets, [found[i] for i in known], name, elsewhere)
+    targets = [turbo.codes.decode(turbo.codes.encode(pairs[i].sequence, f"target {i + 1}")) for i in known]
+    own = compared(targets, [found[i] for i in known], background, elsewhere)
+    scores = list(found.scores)
     if any(one.background is not None for target in own for one in target.scores):
         for index, one in zip(known, own, strict=True):
             scores[index] = one
     return PairScores(tuple(scores), found.failed)
 
 
-def _together(
-    turbo: ContextModel, task: ScoreTask, pairs: Sequence[TargetPairs], progress: Progress, runner: Runner | None
-) -> PairScores:
-    return PairScores.of(
-        score_items(turbo, task, pairs, in_pieces=runner is not None, progress=progress, runner=runner)
-    )
+def _unique(pairs: Sequence[TargetPairs]) -> list[str]:
+    """All candidates of pairs, each once."""
+    return list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates))
 
 
 def check_ranking(arm: Arm | None, rescore: int, sort_by: SortBy, background: str | Sequence[str]) -> None:
@@ -307,45 +324,6 @@ def check_ranking(arm: Arm | None, rescore: int, sort_by: SortBy, background: st
         raise ValueError("`sort_by` 'specificity' needs a `background`, such as 'decoys'")
     if rescore and arm == "full":
         raise ValueError("`rescore` scores the best again by the arm 'full', but that scores all; give one of the two")
-
-
-def _with_best_again(
-    turbo: ContextModel,
-    task: ScoreTask,
-    found: PairScores,
-    pairs: Sequence[TargetPairs],
-    background: tuple[str | None, list[ProteinRecord]],
-    top: int,
-    sort_by: SortBy,
-    progress: Progress | None,
-    runner: Runner | None = None,
-) -> PairScores:
-    """Scores with those of the best candidates of each target by the arm `full`, and in their background if that ranks.
-
-    The options are those of `score`.
-    """
-    chosen = {i: one.ranking(sort_by)[:top] for i, one in enumerate(found.scores) if one is not None}
-    if not top or not chosen:
-        return found
-    best = {index: [found[index].scores[number].candidate for number in own] for index, own in chosen.items()}
-    if sort_by == "likelihood":
-        background = None, []
-    elif background[0] == "targets":
-        # Other targets are a background for those that are scored on them.
-        known = {one for own in best.values() for one in own}
-        best = {index: [c for c in found[index].by_candidate() if c in known] for index in best}
-    again = _against(
-        turbo,
-        replace(task, arms=("full",)),
-        [TargetPairs(pairs[index].sequence, own) for index, own in best.items()],
-        background,
-        part_of(progress, stage="rescore"),
-        runner,
-    )
-    scores = list(found.scores)
-    for number, (index, own) in enumerate(chosen.items()):
-        scores[index] = found[index].with_exact(own, again.scores[number])
-    return PairScores(tuple(scores), found.failed)
 
 
 def warn_of_pairs(turbo: ContextModel, pairs: Sequence[TargetPairs], stacklevel: int = 2) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Self
 
@@ -195,12 +195,6 @@ class TargetResult(RecordResult):
             ]
         return values
 
-    def to_state(self) -> dict[str, Any]:
-        """See `RecordResult.to_state`."""
-        values = {"target": asdict(self.target), "candidates": [asdict(one) for one in self.candidates]}
-        scores = {arm: one.to_dict() for arm, one in self.scores.items()}
-        return values | {"scores": scores, "numbers": self.numbers, "sort_by": self.sort_by}
-
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Self:
         """See `RecordResult.from_state`; arms are not compared."""
@@ -341,6 +335,7 @@ def score_records(
     arms: Sequence[Arm],
     *,
     top_k: int = DEFAULT_TOP_K,
+    sort_by: SortBy = "likelihood",
     stage: str = "score",
     progress: Progress | None = None,
     runner: Runner | None = None,
@@ -355,6 +350,7 @@ def score_records(
         candidates: each is scored on its own target, or on all.
         arms: one arm or several.
         top_k: number of top candidates used to compare arms.
+        sort_by: what ranks the candidates.
         stage: name of what is done, for those who wait.
         progress: called with the stage and residues on all targets in all arms, see `Progress`.
         runner: as of `score_items`, as are `plan` and `journal`.
@@ -385,6 +381,7 @@ def score_records(
             _add_result(run, target, own, one, top_k)
         else:
             run.lose(target, one.failed)
+    run.results = [replace(one, sort_by=sort_by) for one in run.results]
     return run
 
 

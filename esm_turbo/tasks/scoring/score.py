@@ -450,6 +450,19 @@ def compared(
     return [one.with_background(own, background) for one, own in zip(scores, figures, strict=True)]
 
 
+def chosen_again(scores: Sequence[Scores], top: int, sort_by: SortBy, background: str | None) -> list[list[int]]:
+    """Indices of the candidates of each target that are scored again exactly: the best.
+
+    Where other targets are the background that ranks, a candidate that is among the best on one target is scored again
+    on all of its targets.
+    """
+    best = [one.ranking(sort_by)[:top] for one in scores]
+    if sort_by == "likelihood" or background != "targets":
+        return best
+    known = {one.scores[index].candidate for one, own in zip(scores, best, strict=True) for index in own}
+    return [[index for index, one in enumerate(own.scores) if one.candidate in known] for own in scores]
+
+
 def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
     """Number of residues of a candidate that its figures are of."""
     return len(candidate) - (sum(map(candidate.count, UNKNOWN)) if unknown_residues == "omit" else 0)

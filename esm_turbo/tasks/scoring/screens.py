@@ -6,21 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.options import Arm, SortBy
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
-from esm_turbo.tasks.scoring.score import Scores, compared
+from esm_turbo.tasks.scoring.score import Scores, chosen_again, compared
 
-ScoreMore = Callable[[Sequence[ProteinRecord], Sequence[Candidate], Sequence[Arm]], ScoringRun]
-"""Scores candidates on targets in some arms, with the other options of the run."""
+ScoreMore = Callable[..., ScoringRun]
+"""Scores candidates on targets in some arms and a `stage`, with the other options of the run, as `score_records`."""
 
 
-def score_in(contexts: Sequence[ProteinRecord], run: ScoringRun, score_more: ScoreMore) -> list[TargetResult]:
+def score_in(
+    contexts: Sequence[ProteinRecord], run: ScoringRun, score_more: ScoreMore, stage: str = "background"
+) -> list[TargetResult]:
     """Score the candidates of a run in the contexts of a background; those that fail are added to its failures."""
     if not run.results:
         return []
     arms = list(run.results[0].scores)
     unique = dict.fromkeys(score.candidate for one in run.results for score in one.scores[arms[0]].scores)
-    elsewhere = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms)
+    elsewhere = score_more(contexts, [Candidate(sequence, sequence) for sequence in unique], arms, stage=stage)
     run.failed += elsewhere.failed
     return elsewhere.results
 
@@ -45,14 +47,7 @@ def compare(run: ScoringRun, background: str, elsewhere: Sequence[TargetResult] 
     ]
 
 
-def sort(run: ScoringRun, sort_by: SortBy) -> None:
-    """Rank the candidates of a run by likelihood or by specificity."""
-    run.results = [replace(one, sort_by=sort_by) for one in run.results]
-
-
-def rescore(
-    run: ScoringRun, top: int, contexts: Sequence[ProteinRecord], score_more: ScoreMore, score_elsewhere: ScoreMore
-) -> None:
+def rescore(run: ScoringRun, top: int, contexts: Sequence[ProteinRecord], score_more: ScoreMore) -> None:
     """Score the best candidates of every target again by the arm `full`, in their background too if that ranks them.
 
     Args:
@@ -60,19 +55,20 @@ def rescore(
         top: number of candidates per target.
         contexts: of the background; none for `targets`.
         score_more: scores them.
-        score_elsewhere: scores them in the contexts.
     """
-    compares = any(one.sort_by == "specificity" for one in run.results)
-    best = {one.target.id: [one.candidates[index] for index in one.ranking()[:top]] for one in run.results}
-    if compares and not contexts:
-        # Other targets are a background for those that are scored on them.
-        sequences = {one.sequence for own in best.values() for one in own}
-        best = {one.target.id: [c for c in one.candidates if c.sequence in sequences] for one in run.results}
-    chosen = [replace(one, target=name) for name, own in best.items() for one in own]
-    again = score_more([one.target for one in run.results], chosen, ["full"])
-    if compares:
-        elsewhere = score_in(contexts, again, score_elsewhere) if contexts else None
-        compare(again, "decoys" if contexts else "targets", elsewhere)
+    if not run.results:
+        return
+    sort_by, background = run.results[0].sort_by, "decoys" if contexts else "targets"
+    best = chosen_again([one.scores[one.reference] for one in run.results], top, sort_by, background)
+    chosen = [
+        replace(one.candidates[index], target=one.target.id)
+        for one, own in zip(run.results, best, strict=True)
+        for index in own
+    ]
+    again = score_more([one.target for one in run.results], chosen, ["full"], stage="rescore")
+    if sort_by == "specificity":
+        elsewhere = score_in(contexts, again, score_more, "rescore background") if contexts else None
+        compare(again, background, elsewhere)
     run.failed += again.failed
     by_target = {one.target.id: one for one in again.results}
     for number, one in enumerate(run.results):
