@@ -178,8 +178,6 @@ def generate_binders(
     places = _places(length, template, allowed)
     check_ranking(arm, rescore, sort_by, background)
     check_count("num_return_sequences", num_return_sequences)
-    if toks_per_batch is not None:
-        check_count("toks_per_batch", toks_per_batch)
     ids = turbo.codes.encode(target, "the target")
     residues = turbo.codes.decode(ids)
     # Masks of the target stay.

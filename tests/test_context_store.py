@@ -356,7 +356,7 @@ def test_a_damaged_header_is_an_error(tiny, tmp_path):
         (["MKT", "M"], {"total_tokens": [9]}, r"one number or one per sequence \(2\), got \[9\]"),
         (["MKT"], {"total_tokens": 2}, "`total_tokens` must be at least"),
         (["MKT"], {"total_masks": 4}, "`total_masks` must be smaller"),
-        (["MKT"], {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
+        (["MKT"], {"toks_per_batch": 0}, "`toks_per_batch` must be an integer of at least 1"),
     ],
 )
 def test_bad_input_writes_nothing(compressed, tmp_path, sequences, options, message):

@@ -24,7 +24,7 @@ from esm_turbo.model.memory import available_bytes
 from esm_turbo.model.plain import check_unhooked
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.tokens import TokenIds
-from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import Arm
@@ -126,15 +126,9 @@ def maybe_decode(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> Turbo
 
 def arm_preset(turbo: ContextModel, arm: Arm, caches: Iterable[TurboKVCache | None] = ()) -> str | None:
     """The preset that the contexts of an arm are stored as, or given `caches`; None for `full`, which stores none."""
-    for cache in caches:
-        if cache is not None and arm != "full":
-            return cache.config.name
-    presets: dict[Arm, str | None] = {
-        "full": None,
-        "frozen": FROZEN.name,
-        "turbo": turbo.model.base_model.turbo_config.name,
-    }
-    return presets[arm]
+    if arm == "full":
+        return None
+    return next((cache.config for cache in caches if cache is not None), context_config(turbo, arm)).name
 
 
 def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> int:
@@ -147,7 +141,8 @@ def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> 
         if device.type != "cpu":
             return _DEVICE_TOKENS
         return _CPU_FULL_TOKENS if arm == "full" else _CPU_TOKENS
-    return _checked_tokens(toks_per_batch)
+    check_count("toks_per_batch", toks_per_batch)
+    return toks_per_batch
 
 
 def protein_tokens(toks_per_batch: int | None, turbo: ContextModel, devices: str | None = None) -> int:
@@ -165,7 +160,8 @@ def protein_tokens(toks_per_batch: int | None, turbo: ContextModel, devices: str
         ValueError: the requested number is not positive.
     """
     if toks_per_batch is not None:
-        return _checked_tokens(toks_per_batch)
+        check_count("toks_per_batch", toks_per_batch)
+        return toks_per_batch
     return _CUDA_PROTEIN_TOKENS if runs_on_cuda(turbo, devices) else DEFAULT_TOKS_PER_BATCH
 
 
@@ -173,12 +169,6 @@ def runs_on_cuda(turbo: ContextModel, devices: str | None) -> bool:
     """Whether all devices are of CUDA, see `protein_tokens`."""
     names = str(turbo.model.device) if devices is None else devices
     return all(name.startswith("cuda") for name in names.split())
-
-
-def _checked_tokens(toks_per_batch: int) -> int:
-    if toks_per_batch < 1:
-        raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
-    return toks_per_batch
 
 
 def prefill_ids(

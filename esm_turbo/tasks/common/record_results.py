@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TextIO, TypeVar
 
 from esm_turbo.files.tables import write_table
@@ -42,7 +42,9 @@ class RecordResult(Tabular):
 
     def to_state(self) -> dict[str, Any]:
         """JSON values of which `from_state` makes it again."""
-        raise NotImplementedError
+        # Results are data classes.
+        values: dict[str, Any] = asdict(replace(self, scores={}))  # type: ignore[call-overload, type-var]
+        return values | {"scores": {arm: one.to_dict() for arm, one in self.scores.items()}}
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Self:
@@ -54,14 +56,13 @@ class RecordResult(Tabular):
         """The result of a record from parts of it."""
         if len(parts) == 1:
             return parts[0]
-        whole = Scored.joined([(one.numbers, Scored(dict(one.scores))) for one in parts])
+        whole = Scored.joined([Scored(dict(one.scores), numbers=one.numbers) for one in parts])
         numbered = {
             number: scored
             for one in parts
             for number, scored in zip(one.numbers or (), getattr(one, cls.scored), strict=True)
         }
         own = {cls.scored: tuple(numbered[number] for number in sorted(numbered))}
-        # Results are data classes.
         return replace(parts[0], scores=whole.scores, numbers=whole.numbers, **own)  # type: ignore[type-var]
 
 

@@ -80,18 +80,18 @@ class Scored(Generic[ScoresT]):
     numbers: Sequence[int] | None = None
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Sequence[int] | None, Scored[ScoresT]]]) -> Scored[ScoresT]:
-        """The result of an item from its parts, each with the numbers of what it holds, in the order of these."""
-        failed = next((one.failed for _, one in parts if one.failed is not None), None)
+    def joined(cls, parts: Sequence[Scored[ScoresT]]) -> Scored[ScoresT]:
+        """The result of an item from its parts, in the order of the numbers of what they hold."""
+        failed = next((one.failed for one in parts if one.failed is not None), None)
         if failed is not None:
             return cls({}, failed)
         if len(parts) == 1:
-            [(numbers, one)] = parts
-            return cls(one.scores, None, numbers)
-        order = sorted((number, part, at) for part, (own, _) in enumerate(parts) for at, number in enumerate(own or ()))
+            return parts[0]
+        held = [enumerate(one.numbers or ()) for one in parts]
+        order = sorted((number, part, at) for part, own in enumerate(held) for at, number in own)
         scores = {
-            arm: replace(first, scores=tuple(parts[part][1].scores[arm].scores[at] for _, part, at in order))
-            for arm, first in parts[0][1].scores.items()
+            arm: replace(first, scores=tuple(parts[part].scores[arm].scores[at] for _, part, at in order))
+            for arm, first in parts[0].scores.items()
         }
         return cls(scores, None, [number for number, *_ in order])
 
@@ -293,11 +293,11 @@ def score_items(
         scored[number] = result
         if journal is not None and not task.has_failed(result):
             journal.add(keys[number], task.to_json(result))
-    found: dict[int, list[tuple[Sequence[int] | None, Scored[ScoresT]]]] = {}
+    found: dict[int, list[Scored[ScoresT]]] = {}
     for number, piece in enumerate(pieces):
         for index, one in zip(piece, scored[number], strict=True):
             item, _, numbers = parts[index]
-            found.setdefault(item, []).append((numbers, one))
+            found.setdefault(item, []).append(replace(one, numbers=numbers))
     return {number: Scored.joined(own) for number, own in found.items()}
 
 

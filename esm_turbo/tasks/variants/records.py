@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
@@ -148,13 +148,6 @@ class ProteinVariants(RecordResult):
                 for arm, scores in self.scores.items()
             },
         }
-
-    def to_state(self) -> dict[str, Any]:
-        """See `RecordResult.to_state`."""
-        values = {"wild_type": asdict(self.wild_type), "first_position": self.first_position}
-        variants = [asdict(one) for one in self.variants]
-        scores = {arm: one.to_dict() for arm, one in self.scores.items()}
-        return values | {"variants": variants, "scores": scores, "numbers": self.numbers}
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Self:

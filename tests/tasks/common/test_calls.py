@@ -167,7 +167,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"arm": "fast"}, r"`arm` must be one of \['full', 'frozen', 'turbo'\], got 'fast'"),
     ({"refresh": -1}, f"{NO_COUNT} -1"),
     ({"refresh": 1.5}, f"{NO_COUNT} 1.5"),
-    ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
+    ({"toks_per_batch": 0}, "`toks_per_batch` must be an integer of at least 1, got 0"),
     ({"store": 5}, "`store` must be a ContextStore, got a int$"),
     ({"store": "folder"}, r"`store` must be a ContextStore, got a str; .*ContextStore\('folder'\)"),
 ]
@@ -188,7 +188,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         ("score", {"second": ["ACD", ""]}, "candidate 2: holds no residues"),
         ("score", {"second": ["ACD", "AC-D"]}, "candidate 2: position 3 is '-'"),
         ("score", {"second": ["AC<mask>D"]}, "candidate 1: holds a <mask>"),
-        ("score", {"second": ["AC DE"]}, "candidate 1: has a space inside"),
+        ("score", {"second": [" ACD\n", "ACD EFG"]}, "candidate 2: has a space inside"),
         ("score", {"second": ["AC", "XB"]}, "candidate 2: 'XB' holds none but unknown residues"),
         ("score_pairs", {"first": []}, "`targets` must hold at least one target"),
         ("score_pairs", {"second": []}, "`candidates` must hold at least one candidate"),

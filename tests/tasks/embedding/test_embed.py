@@ -95,11 +95,6 @@ def test_contacts_of_a_head_that_was_never_trained_are_refused(turbo):
         turbo.embed(["MKTAY"], include=["mean", "contacts"])
 
 
-def test_one_sequence_needs_no_list(turbo):
-    [embedding] = turbo.embed("MKT<mask>Y", include=["per_tok"])
-    assert embedding.representations[12].shape == (5, 256)
-
-
 def test_results_own_their_memory(with_contacts):
     # A view would keep the whole batch alive, and torch.save would write all of it.
     for embedding in embed(with_contacts, SEQUENCES, (0, 12), ("mean", "per_tok", "bos", "contacts")):
@@ -146,13 +141,6 @@ def test_caches_of_one_batch_are_separate(tiny):
         assert embeddings[-1].cache.get_seq_length() == (1 if cache is embeddings[-1].cache else LENGTHS[-1] + 1)
 
 
-def test_a_cache_can_be_extended(turbo):
-    [embedding] = turbo.embed("MKTAYIAKQRQISFVK", include=["cache"])
-    output = turbo.extend(embedding.cache, "SHFSRQ")
-    expected = turbo.extend(turbo.prefill("MKTAYIAKQRQISFVK"), "SHFSRQ")
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
-
-
 def test_batches_are_computed_on_demand_longest_first(tiny):
     calls = []
     hook = tiny.model.esm.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
@@ -190,7 +178,7 @@ def test_one_warning_for_all_long_proteins(turbo, tiny):
         ({"repr_layers": []}, "at least one layer"),
         ({"include": []}, "`include` must be some of"),
         ({"include": ["mean", "logits"]}, "'logits'"),
-        ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
+        ({"toks_per_batch": 0}, "`toks_per_batch` must be an integer of at least 1"),
         ({"include": ["cache"], "store": "folder"}, "`store` must be a ContextStore, got a str"),
     ],
 )

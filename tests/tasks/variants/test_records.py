@@ -149,20 +149,6 @@ def test_tables_of_clinvar(tmp_path: Path) -> None:
     assert [one.variant for one in good] == [names[0], names[2]] and len(bad) == 1
 
 
-def test_unknown_wild_types_are_one_message(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("protein,mutant\n" + "".join(f"x{i % 5},M1A\n" for i in range(100)))
-    with pytest.raises(
-        CsvError, match=r"no row names a usable protein, but 'x0', 'x1', 'x2' and 2 more; there are 'wt'$"
-    ):
-        read_variants(path, [WILD_TYPE])
-    path.write_text(path.read_text() + "wt,M1A\n")
-    good, [bad] = read_variants(path, [WILD_TYPE])
-    assert [one.variant for one in good] == ["M1A"]
-    assert bad.record == "lines 2, 3, 4 and 97 more"
-    assert bad.reason == "there is no usable protein 'x0', 'x1', 'x2' and 2 more; there are 'wt'"
-
-
 @pytest.mark.parametrize("count", [4, 24])
 def test_bad_variants_of_a_protein_have_one_cause(tmp_path: Path, count: int) -> None:
     (tmp_path / "a.csv").write_text("mutant\nX\n" + "K25A\nT26S\nK31R\nY28G\n" * (count // 4))
@@ -251,7 +237,7 @@ def test_parts_mask_positions_of_their_own(
     task, item = VariantsTask((arm,)), WildType(WILD_TYPE.sequence, variants=names)
     parts = list(task.parts(item, limit))
     assert [own and list(own) for _, own in parts] == [own and list(own) for own in numbers]
-    scored = [(own, Scored[VariantScores]({arm: score_item(turbo, task, part)})) for part, own in parts]
+    scored = [Scored[VariantScores]({arm: score_item(turbo, task, part)}, numbers=own) for part, own in parts]
     assert_variants_close(Scored.joined(scored).scores[arm], turbo.score_variants(*item[:1], names, arm=arm))
 
 
