@@ -125,12 +125,6 @@ def test_save_and_restore(turbo: TurboEsm, tmp_path: Path) -> None:
     assert EsmForMaskedLM.from_pretrained(tmp_path).num_parameters() == turbo.model.num_parameters()
 
 
-def test_saving_without_a_calibration(folder: Path, tmp_path: Path) -> None:
-    TurboEsm.from_pretrained(folder, device="cpu").save_pretrained(tmp_path / "again")
-    assert TurboEsm.from_pretrained(tmp_path / "again", device="cpu").calibration is None
-    assert not (tmp_path / "again" / "calibration.safetensors").exists()
-
-
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "vocab.txt"])
 def test_an_incomplete_folder(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
@@ -261,11 +255,6 @@ def test_positions_of_a_record_are_those_of_its_header(turbo: TurboEsm) -> None:
     assert turbo.score_variants(record, ["M1A", "M1M"], first_position=1).values[1] == 0
     with pytest.raises(ValueError, match="lies outside the protein, 24 to 31"):
         turbo.score_variants(record, ["M1A"])
-
-
-def test_a_space_inside_a_candidate_is_refused(turbo: TurboEsm) -> None:
-    with pytest.raises(ValueError, match="candidate 2: has a space inside"):
-        turbo.score("MKTAYIAK", [" ACD\n", "ACD EFG"])
 
 
 def test_the_demonstration_model_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:

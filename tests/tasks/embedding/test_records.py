@@ -1,11 +1,7 @@
 """Embedding records: runs that are killed and resumed, full disks, concurrent writers, and records that fail."""
 
 import copy
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -86,35 +82,6 @@ def test_a_run_killed_at_any_write_is_resumed(run, tiny_folder, tmp_path, comput
         else:
             assert files(out) == files(whole)
     assert resumed > 0
-
-
-@pytest.mark.slow
-def test_a_killed_command_is_resumed(tiny_folder, tmp_path, capsys):
-    fasta, out = tmp_path / "many.fasta", tmp_path / "out"
-    records = proteins([40 + index % 50 for index in range(300)])
-    fasta.write_text("".join(f">{record.id}\n{record.sequence}\n" for record in records))
-    command = ["embed", str(fasta), str(out), "--model", str(tiny_folder), "--include", "mean", "per_tok"]
-    command += ["--toks_per_batch", "128"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "esm_turbo.cli.app", *command],
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    )
-    until = time.monotonic() + 120
-    while not ((out / INDEX_FILE).exists() and len(ids_of(out)) > 10):
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.002)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    before = ids_of(out)
-    assert 10 < len(before) < len(records)
-    # The system has released the dead process's lock.
-    assert (out / LOCK_FILE).exists()
-    assert cli.run(command) == 0
-    assert " of them earlier)" in capsys.readouterr().out
-    assert cli.run([*command[:2], str(tmp_path / "whole"), *command[3:]]) == 0
-    assert files(out) == files(tmp_path / "whole")
-    assert ids_of(out) == [record.id for record in records]
 
 
 @pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5", "parquet"])

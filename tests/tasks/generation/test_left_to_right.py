@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -135,14 +135,19 @@ def test_a_cache_refreshed_at_the_end_is_that_of_prefill(exact: TurboEsm) -> Non
                 )
 
 
+@torch.no_grad()
+def with_a_gap(turbo: TurboEsm) -> tuple[TurboKVCache, list[int]]:
+    """A context whose positions have a gap, and these."""
+    ids = turbo.codes.encode(PREFIX, "it")
+    positions = [0, *range(1, 11), *range(61, 61 + len(ids) - 10)]
+    output = turbo.model(torch.tensor([[CLS, *ids]]), position_ids=torch.tensor([positions]), use_cache=True)
+    return output.past_key_values, positions
+
+
 def test_a_gap_in_the_positions_is_kept(exact: TurboEsm, tiny_frozen: FrozenEsm2) -> None:
     """Refreshed residues of a context with a gap keep their positions."""
+    cache, positions = with_a_gap(exact)
     ids = exact.codes.encode(PREFIX, "it")
-    positions = [0, *range(1, 11), *range(61, 61 + len(ids) - 10)]
-    with torch.no_grad():
-        cache = exact.model(
-            torch.tensor([[CLS, *ids]]), position_ids=torch.tensor([positions]), use_cache=True
-        ).past_key_values
     decoder = LeftToRight(exact, cache, refresh=100, refresh_every=1)
     for token in (7, 8):
         ids.append(token)
@@ -231,12 +236,7 @@ def test_captured_steps_keep_a_gap_in_the_positions(
     exact: TurboEsm, captures: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact.model.esm.executor, "graphs", pool_without_cuda(captures))
-    ids = exact.codes.encode(PREFIX, "it")
-    positions = [0, *range(1, 11), *range(61, 61 + len(ids) - 10)]
-    with torch.no_grad():
-        cache = exact.model(
-            torch.tensor([[CLS, *ids]]), position_ids=torch.tensor([positions]), use_cache=True
-        ).past_key_values
+    cache, positions = with_a_gap(exact)
     graphs, eager = by_graphs_and_eagerly(exact, cache, max_new_tokens=8, refresh_every=2, return_cache=True)
     assert captures
     assert_same_output(graphs, eager, ATOL)

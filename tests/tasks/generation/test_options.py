@@ -8,21 +8,6 @@ from esm_turbo.tasks.generation.options import GenerationOptions
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_new_tokens": 1, "refresh": 0, "refresh_every": 1, "return_cache": True},
-        {"positions": [1], "order": "confidence", "per_step": 2, "sweeps": 2},
-        {"temperature": 0},
-        {"temperature": 1e6, "top_k": 1, "top_p": 1},
-    ],
-)
-def test_valid_options(options: dict[str, object]) -> None:
-    made = GenerationOptions(**options)
-    assert {name: getattr(made, name) for name in options} == options
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "`max_new_tokens` must be an integer of at least 1, got 0"),

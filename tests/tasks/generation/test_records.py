@@ -9,8 +9,7 @@ import pytest
 from esm_turbo import TurboEsm
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.model.plan import ForwardInputs
-from esm_turbo.proteins.fasta import ProteinRecord, token_batches
-from esm_turbo.tasks.generation import records
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.records import GeneratedSequence, generate_records
 
@@ -33,19 +32,6 @@ def test_batches_do_not_matter(exact: TurboEsm) -> None:
     assert [one.seed for one in generated] == [one.seed for one in expected]
     assert [(one.record, one.sample) for one in generated] == [(r, k) for r in "abc" for k in (1, 2)]
     assert calls == [("generate", n, 6) for n in range(7)]
-
-
-def test_batches_follow_from_the_kind_of_device(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets: list[int] = []
-
-    def noting(lengths: list[int], toks_per_batch: int) -> list[list[int]]:
-        budgets.append(toks_per_batch)
-        return token_batches(lengths, toks_per_batch)
-
-    monkeypatch.setattr(records, "token_batches", noting)
-    for given in (None, 60):
-        generate_records(exact, RECORDS, GenerationOptions(max_new_tokens=1), toks_per_batch=given)
-    assert budgets == [4096, 60]
 
 
 def test_samples_are_rows_of_a_batch(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,14 +207,6 @@ def test_lower_case_and_a_trailing_stop_are_accepted(turbo: TurboEsm) -> None:
     assert ours.scores[0].candidate == "WTCAC"
 
 
-def test_progress_counts_every_residue_once(turbo: TurboEsm) -> None:
-    calls: list[tuple[str, int, int]] = []
-    turbo.score(TARGET, CANDIDATES, toks_per_batch=60, progress=lambda *call: calls.append(call))
-    total = sum(map(len, CANDIDATES))
-    assert calls[-1] == ("score", total, total)
-    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
-
-
 def test_half_precision_scores_are_finite_and_near(turbo: TurboEsm) -> None:
     half = TurboEsm.from_pretrained(device="cpu", dtype=torch.bfloat16)
     ours = log_probabilities(half.score(TARGET, CANDIDATES))
@@ -247,11 +239,6 @@ def test_the_best_are_scored_again_exactly(turbo: TurboEsm) -> None:
         assert found.columns()[-2:] == ["full_pseudo_perplexity", "full_rank"]
         assert list(dict.fromkeys(calls)) == ["score", "rescore"]
         assert Scores.from_dict(found.to_dict()) == found
-    for scores in turbo.score_pairs([TARGET, "MKLLV"], CANDIDATES, rescore=1, sort_by="specificity").scores:
-        assert scores is not None and scores.rescored is not None
-        [(index, one)] = scores.rescored.items()
-        assert index == scores.ranking("specificity")[0]
-        assert one.background is not None
 
 
 @pytest.mark.parametrize("background", ["decoys", "targets"])
@@ -307,6 +294,7 @@ def test_caches_that_do_not_suit(turbo: TurboEsm) -> None:
         ended = turbo.model(torch.tensor([[CLS, 5, EOS]]), use_cache=True).past_key_values
     for wrong, message in (
         (turbo.prefill([TARGET] * 2), "a target must be a cache of one row, this one has 2"),
+        (turbo.model.new_cache(), "a target must be a cache of one row, this one has 0"),
         (cut, "holds no residues: prefill a target first"),
         (ended, "holds an <eos>"),
     ):

@@ -98,22 +98,6 @@ def test_invalid_insertions_and_deletions(variant: str, message: str) -> None:
         mutated(variant, "MKTAYIAK")
 
 
-@given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
-def test_all_substitutions_can_be_parsed(wild_type: str, first_position: int) -> None:
-    names = all_substitutions(wild_type, first_position)
-    assert len(set(names)) == len(names) == sum(20 - (residue in STANDARD_RESIDUES) for residue in wild_type)
-    parsed = [parse_variants([name], wild_type, first_position)[0][0] for name in names]
-    assert [one.index for one in parsed] == sorted(one.index for one in parsed)
-    for one in parsed:
-        assert wild_type[one.index] == one.wild_type != one.mutant
-        assert one.mutant in STANDARD_RESIDUES
-
-
-def test_the_order_of_all_substitutions() -> None:
-    assert all_substitutions("MX", 7)[::18] == ["M7A", "M7Y", "X8V"]
-    assert all_substitutions("XB")[:2] == ["X1A", "X1C"]
-
-
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
