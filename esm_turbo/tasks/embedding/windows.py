@@ -113,6 +113,7 @@ class Windows:
         return list(zip(begins, [*begins[1:], length], strict=True))
 
 
+@torch.no_grad()
 def iter_windows(
     turbo: ContextModel, residues: TokenIds, windows: Windows, layers: Sequence[int]
 ) -> Iterator[tuple[int, dict[int, Tensor], dict[int, Tensor]]]:
@@ -130,90 +131,59 @@ def iter_windows(
     Raises:
         ValueError: the windows have a memory, and the preset needs a calibration that the model lacks.
     """
-    run = _WindowRun(turbo, residues, windows, layers)
+    codes, encoder, last = turbo.codes, turbo.model.base_model, turbo.model.config.num_hidden_layers
+    ids = torch.from_numpy(np.array(residues, dtype=np.int64)).to(turbo.model.device)
+    # Token dropout is that of the whole protein.
+    counts = torch.tensor([len(residues) + 2], device=ids.device), (ids == codes.mask).sum()[None]
+    cache: TurboKVCache | None = encoder.kv.cache_within_call(encoder.turbo_config) if windows.memory else None
     spans, kept = windows.spans(len(residues)), windows.kept(len(residues))
-    for number, ((start, end), (first, stop)) in enumerate(zip(spans, kept, strict=True)):
-        next_start = spans[number + 1][0] if number + 1 < len(spans) else None
-        states = run.window(start, end, next_start)
-        inner = slice(1 + first - start, 1 + stop - start)
-        yield first, {k: x[inner] for k, x in states.items()}, {k: x[0] for k, x in states.items()}
-
-
-class _WindowRun:
-    """The windows of one protein, run one after the other, and the cache of the residues before the next one."""
-
-    def __init__(self, turbo: ContextModel, residues: TokenIds, windows: Windows, layers: Sequence[int]) -> None:
-        self.turbo = turbo
-        self.windows = windows
-        self.layers = layers
-        self.ids = torch.from_numpy(np.array(residues, dtype=np.int64)).to(turbo.model.device)
-        tokens = torch.tensor([len(residues) + 2], device=self.ids.device)
-        # Token dropout is that of the whole protein.
-        self.counts = (tokens, (self.ids == turbo.codes.mask).sum()[None])
-        encoder = turbo.model.base_model
-        self.cache: TurboKVCache | None = encoder.kv.cache_within_call(encoder.turbo_config) if windows.memory else None
-
-    @torch.no_grad()
-    def window(self, start: int, end: int, next_start: int | None) -> dict[int, Tensor]:
-        """Run the next window and cache the residues before the one after it.
-
-        Args:
-            start: the first residue.
-            end: one past the last residue.
-            next_start: the first residue of the next window; None for the last window.
-
-        Returns:
-            By layer, the hidden states of `<cls>` and the residues, [1 + n, hidden_size].
-        """
-        codes = self.turbo.codes
-        ends = [codes.eos] if end == len(self.ids) else []
-        parts = (self.ids.new_tensor([codes.cls]), self.ids[start:end], self.ids.new_tensor(ends))
-        input_ids = torch.cat(parts)[None]
-        last = self.turbo.model.config.num_hidden_layers
-        options = {"token_counts": self.counts, "output_hidden_states": set(self.layers) != {last}}
-        if self.cache is not None and self.cache.batch_size:
-            options |= self._memory_options(input_ids, 0 if next_start is None else next_start - start)
-        elif self.cache is not None and next_start is not None:
-            options |= {"past_key_values": self.cache, "use_cache": True}
-        output = self.turbo.model.base_model(input_ids, **options)
-        if self.cache is not None and next_start is not None:
+    for (start, end), following, (first, stop) in zip(spans, [*spans[1:], None], kept, strict=True):
+        # The residues before the next window are cached.
+        stored = 0 if following is None else following[0] - start
+        ends = [codes.eos] if end == len(ids) else []
+        input_ids = torch.cat((ids.new_tensor([codes.cls]), ids[start:end], ids.new_tensor(ends)))[None]
+        options: dict[str, object] = {"token_counts": counts, "output_hidden_states": set(layers) != {last}}
+        if cache is not None and cache.batch_size:
+            options |= _memory_options(cache, windows.memory, input_ids, stored)
+        elif cache is not None and stored:
+            options |= {"past_key_values": cache, "use_cache": True}
+        output = encoder(input_ids, **options)
+        if cache is not None and stored:
             if start == 0:
-                self.cache.crop(1 + next_start)
-            self._drop_unreachable()
+                cache.crop(1 + stored)
+            # No later window attends to these; one column before the memory stays, for the position of <cls>.
+            unreachable = max(cache.get_seq_length() - windows.memory - 1, 0)
+            cache.drop_front(unreachable // cache.front_step * cache.front_step)
         states = output.hidden_states or {last: output.last_hidden_state}
-        return {layer: states[layer][0, : 1 + end - start] for layer in self.layers}
+        own = {layer: states[layer][0] for layer in layers}
+        inner = slice(1 + first - start, 1 + stop - start)
+        yield first, {layer: x[inner] for layer, x in own.items()}, {layer: x[0] for layer, x in own.items()}
 
-    def _memory_options(self, input_ids: Tensor, stored: int) -> dict[str, object]:
-        """Arguments of a forward of `<cls>` and residues that attends to the memory and caches the first residues.
 
-        Args:
-            input_ids: `<cls>` and the residues, [1, n].
-            stored: number of residues to cache.
-        """
-        cache = self.cache
-        assert cache is not None
-        columns, n = cache.get_seq_length(), input_ids.shape[1]
-        visible = min(self.windows.memory, columns - 1)
-        # The last hidden column is the cached <cls>, or the residue whose position the new <cls> takes.
-        attention_mask = input_ids.new_ones(1, columns + n)
-        attention_mask[:, : columns - visible] = 0
-        position_ids = cache.next_positions[:, None] + torch.arange(-1, n - 1, device=input_ids.device)
-        position_ids[:, 0] -= visible
-        steps = torch.arange(n, device=input_ids.device)
-        return {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": cache,
-            "use_cache": stored > 0,
-            "append_mask": ((steps > 0) & (steps <= stored))[None],
-        }
+def _memory_options(cache: TurboKVCache, memory: int, input_ids: Tensor, stored: int) -> dict[str, object]:
+    """Arguments of a forward of `<cls>` and residues that attends to the memory and caches the first residues.
 
-    def _drop_unreachable(self) -> None:
-        """Drop columns that no later window attends to, but keep one before the memory, for the position of `<cls>`."""
-        assert self.cache is not None
-        spare = self.cache.get_seq_length() - self.windows.memory - 1
-        step = self.cache.front_step
-        self.cache.drop_front(max(spare, 0) // step * step)
+    Args:
+        cache: holds the memory.
+        memory: number of residues, see `Windows`.
+        input_ids: `<cls>` and the residues, [1, n].
+        stored: number of residues to cache.
+    """
+    columns, n = cache.get_seq_length(), input_ids.shape[1]
+    visible = min(memory, columns - 1)
+    # The last hidden column is the cached <cls>, or the residue whose position the new <cls> takes.
+    attention_mask = input_ids.new_ones(1, columns + n)
+    attention_mask[:, : columns - visible] = 0
+    position_ids = cache.next_positions[:, None] + torch.arange(-1, n - 1, device=input_ids.device)
+    position_ids[:, 0] -= visible
+    steps = torch.arange(n, device=input_ids.device)
+    return {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": cache,
+        "use_cache": stored > 0,
+        "append_mask": ((steps > 0) & (steps <= stored))[None],
+    }
 
 
 def embed_in_windows(

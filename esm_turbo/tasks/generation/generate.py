@@ -22,7 +22,6 @@ from esm_turbo.tasks.common.options import UnmaskingOrder
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
-from esm_turbo.tasks.generation.queries import QueryBatch
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
 from esm_turbo.tasks.generation.unmasking import MaskedBatch, unmask
 
@@ -218,16 +217,16 @@ def generation_steps(
     warn_if_long([len(row) for row in rows], turbo.model.family, stacklevel=3)
     # With <cls> in column 0, a residue's column is its position.
     chosen = [columns for columns in positions for _ in range(repeats)]
+    samples = [[turbo.codes.before[-1], *row, *turbo.codes.after] for row in rows for _ in range(repeats)]
+    every, caches = options.refresh_every or _UNMASK_EVERY, list[TurboKVCache]()
     if exact:
+        refresh, every = 0, 1
         for one in contexts or [QueryContext(())]:
             for number, row in enumerate(rows, start=1):
                 check_known(turbo, row, f"sequence {number}")
                 one.check_query(turbo, turbo.codes.whole(row), f"sequence {number}")
         caches = [one.prefilled(turbo, default_config(turbo), store) for one in contexts]
-        batch: MaskedBatch = QueryBatch(turbo, [row for row in rows for _ in range(repeats)], chosen, caches)
-    else:
-        whole = [turbo.codes.whole(row) for row in rows for _ in range(repeats)]
-        batch = MaskedBatch(turbo, whole, chosen, refresh, options.refresh_every or _UNMASK_EVERY)
+    batch = MaskedBatch(turbo, samples, chosen, refresh, every, caches)
     log_probs = yield from unmask(
         batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps
     )

@@ -9,6 +9,8 @@ caches the whole protein again.
 The orders are those in use for masked models: at random (Wang and Cho 2019, arXiv:1902.04094, as a sampler), or where
 the model is most certain first (Ghazvininejad et al. 2019, arXiv:1904.09324). Later sweeps are Gibbs sampling: each
 chosen position is masked again and drawn given all others.
+
+Of a family with exact contexts, every step runs whole proteins, alone or after homologs that are cached once.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ class MaskedBatch:
     """Proteins of which some columns change, and the cache of the rest.
 
     Args:
-        rows: token ids of each protein, with `<cls>` and `<eos>`.
-        chosen: the columns of each protein that change.
+        rows: token ids of each protein, from the last one before its residues, such as `<cls>`, to `<eos>`.
+        chosen: the columns of each protein that change; that of a residue is its position.
         refresh: number of residues on either side of a chosen column that run with it.
         refresh_every: steps from one computation of the whole proteins to the next; the first step of a sweep is one.
+        contexts: homologs that every protein is read after, one row each, which take a `refresh_every` of 1; of
+            several, log-probabilities are averaged.
 
     Attributes:
         rows: token ids of each protein as they now are.
@@ -55,8 +59,10 @@ class MaskedBatch:
         chosen: Sequence[Sequence[int]],
         refresh: int,
         refresh_every: int,
+        contexts: Sequence[TurboKVCache] = (),
     ) -> None:
         self.turbo = turbo
+        self.contexts = contexts
         self.rows = [list(row) for row in rows]
         self.chosen = [sorted(columns) for columns in chosen]
         self.refresh_every = refresh_every
@@ -91,19 +97,21 @@ class MaskedBatch:
         # Samples of one protein that are still identical are computed once and share one row of the cache.
         identical = all(row == self.rows[0] for row in self.rows)
         rows = self.rows[:1] if identical else self.rows
-        ids, mask = self.turbo.codes.batch(rows)
-        self.ran = ids.numel()
-        device, encoder = self.turbo.model.device, self.turbo.model.base_model
-        output = self.turbo.model(
-            ids.to(device),
-            mask.to(device),
-            past_key_values=encoder.kv.cache_within_call(self._config) if self.refresh_every > 1 else None,
-            use_cache=self.refresh_every > 1,
-            row_lengths=list(map(len, rows)),
-        )
-        self.cache = output.past_key_values
-        logits: Tensor = output.logits
-        return logits
+        before, model = self.turbo.codes.before[:-1], self.turbo.model
+        rows = [[*before, *row] for row in rows]
+        ids, mask = (x.to(model.device) for x in self.turbo.codes.batch(rows))
+        self.ran = ids.numel() * max(1, len(self.contexts))
+        logits: Tensor
+        if self.contexts:
+            found = [model(ids, mask, past_key_values=context).logits.float() for context in self.contexts]
+            logits = found[0] if len(found) == 1 else torch.stack([x.log_softmax(-1) for x in found]).mean(dim=0)
+        else:
+            caches = self.refresh_every > 1
+            cache = model.base_model.kv.cache_within_call(self._config) if caches else None
+            lengths = list(map(len, rows))
+            output = model(ids, mask, past_key_values=cache, use_cache=caches, row_lengths=lengths)
+            self.cache, logits = output.past_key_values, output.logits
+        return logits[:, len(before) :]
 
     def _extend(self) -> Tensor:
         """Run the chosen columns and their neighbours against the rest in the cache. Logits [rows, n, vocab_size]."""

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.embedding import windows
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows, iter_windows
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK, default_dtype, random_ids
@@ -163,15 +162,15 @@ def test_dropping_unreachable_columns_changes_nothing(
     def states() -> Tensor:
         return torch.cat([x[2] for _, x, _ in iter_windows(tiny, ids, Windows(64, 16, 100), (2,))])
 
-    drop = windows._WindowRun._drop_unreachable
+    drop = TurboKVCache.drop_front
 
-    def counting(run: windows._WindowRun) -> None:
-        drop(run)
-        columns.append(run.cache.columns)
+    def counting(cache: TurboKVCache, tokens: int) -> None:
+        drop(cache, tokens)
+        columns.append(cache.columns)
 
-    monkeypatch.setattr(windows._WindowRun, "_drop_unreachable", counting)
+    monkeypatch.setattr(TurboKVCache, "drop_front", counting)
     dropping = states()
-    monkeypatch.setattr(windows._WindowRun, "_drop_unreachable", lambda run: None)
+    monkeypatch.setattr(TurboKVCache, "drop_front", lambda cache, tokens: None)
     keeping = states()
     # Angles are rounded differently, which may move a code across a boundary; with one bit that matters.
     off = ((dropping - keeping).square().mean() / keeping.square().mean()).sqrt()
