@@ -40,19 +40,12 @@ _Piece = Sequence[Sequence[ProteinRecord]]
 
 
 @dataclass(frozen=True)
-class _Failed:
-    """A piece that no process survives."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class _CalibrationTask:
-    """Gathers the statistics of pieces."""
+    """Gathers the statistics of pieces; of one that no process survives, the reason."""
 
     def run(
         self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress
-    ) -> Iterator[PartialStatistics | _Failed]:
+    ) -> Iterator[PartialStatistics | str]:
         calibrator, codes = KVCalibrator(turbo.model), turbo.codes
         for piece in pieces:
             done, total = 0, _residues(piece)
@@ -63,11 +56,11 @@ class _CalibrationTask:
                 progress(_STAGE, done, total)
             yield calibrator.take()
 
-    def failed(self, piece: _Piece, reason: str) -> PartialStatistics | _Failed:
-        return _Failed(reason)
+    def failed(self, piece: _Piece, reason: str) -> PartialStatistics | str:
+        return reason
 
-    def has_failed(self, result: PartialStatistics | _Failed) -> bool:
-        return isinstance(result, _Failed)
+    def has_failed(self, result: PartialStatistics | str) -> bool:
+        return isinstance(result, str)
 
 
 def _encoded(turbo: ContextModel, record: ProteinRecord) -> list[int]:
@@ -131,9 +124,9 @@ def calibrate_records(
     following = 0
     run = run_on_model(turbo, runner, _CalibrationTask(), pieces, stage=_STAGE, units=units, progress=progress)
     for number, result in run:
-        if isinstance(result, _Failed):
+        if isinstance(result, str):
             names = ", ".join(record.id for batch in pieces[number] for record in batch)
-            raise RuntimeError(f"the calibration cannot be finished: {result.reason}, with these proteins: {names}")
+            raise RuntimeError(f"the calibration cannot be finished: {result}, with these proteins: {names}")
         arrived[number] = result
         while following in arrived:
             calibrator.merge(arrived.pop(following))

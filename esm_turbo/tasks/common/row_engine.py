@@ -72,18 +72,18 @@ def run_rows(
         while following is not None:
             wave = following
             found = {} if wave.found is None else wave.found.result()
-            contexts = _Contexts.of(turbo, wave, found, store)
+            held, failed = _held_contexts(turbo, wave, found, store)
             # Now that those of this wave are in the store: the next one may need the same.
             following = next(waves, None)
             if following is not None:
                 following.look_up(turbo, store, reader)
-            _run_wave(turbo, wave, contexts, advance)
+            _run_wave(turbo, wave, held, failed, advance)
             # What is read in place makes room for the contexts of later waves.
             for cache in {id(one.cache): one.cache for one in found.values()}.values():
                 if isinstance(cache, PooledContexts):
                     cache.release()
             finished = wave.finished
-            del wave, found, contexts
+            del wave, found, held, failed
             for item in finished:
                 yield item.result()
 
@@ -233,47 +233,35 @@ def _stored(
         }
 
 
-class _Contexts(NamedTuple):
-    """The contexts of a wave.
+def _held_contexts(
+    turbo: ContextModel, wave: _Wave, found: Mapping[_TokenIds, _ContextRow], store: ReadableSource | None
+) -> tuple[dict[_TokenIds, _ContextRow], dict[_TokenIds, Exception]]:
+    """Where the contexts that a wave reads are, those that were found among them; and why others do not fit."""
+    held, failed = dict(found), dict[_TokenIds, Exception]()
+    kept = {job.context: job.group.kept for job in wave.jobs if job.context and job.group.cache is None}
+    for cache in {id(one.cache): one.cache for one in found.values()}.values():
+        rows = sorted((one.row, kept[ids]) for ids, one in found.items() if one.cache is cache)
+        cache.crop(torch.tensor([tokens for _, tokens in rows]))
+    missing, config = [ids for ids in kept if ids not in found], wave.config
+    held |= {job.context: _ContextRow(job.group.cache, 0) for job in wave.jobs if job.group.cache is not None}
 
-    Attributes:
-        held: where they are.
-        failed: the errors of those that do not fit into memory.
-    """
+    def run(part: Sequence[int]) -> None:
+        assert config is not None
+        own = [missing[index] for index in part]
+        cache = prefill_rows(turbo, own, config)
+        if store is not None:
+            _store_all(turbo, store, config, own, cache)
+        if any(kept[ids] < len(ids) for ids in own):
+            cache.crop(torch.tensor([kept[ids] for ids in own]))
+        held.update({ids: _ContextRow(cache, row) for row, ids in enumerate(own)})
 
-    held: dict[_TokenIds, _ContextRow]
-    failed: dict[_TokenIds, Exception]
+    def fail(index: int, error: Exception) -> None:
+        failed[missing[index]] = error
 
-    @classmethod
-    def of(
-        cls, turbo: ContextModel, wave: _Wave, found: Mapping[_TokenIds, _ContextRow], store: ReadableSource | None
-    ) -> _Contexts:
-        """All that the wave reads, those that were found among them."""
-        held, failed = dict(found), dict[_TokenIds, Exception]()
-        kept = {job.context: job.group.kept for job in wave.jobs if job.context and job.group.cache is None}
-        for cache in {id(one.cache): one.cache for one in found.values()}.values():
-            rows = sorted((one.row, kept[ids]) for ids, one in found.items() if one.cache is cache)
-            cache.crop(torch.tensor([tokens for _, tokens in rows]))
-        missing, config = [ids for ids in kept if ids not in found], wave.config
-        held |= {job.context: _ContextRow(job.group.cache, 0) for job in wave.jobs if job.group.cache is not None}
-
-        def run(part: Sequence[int]) -> None:
-            assert config is not None
-            own = [missing[index] for index in part]
-            cache = prefill_rows(turbo, own, config)
-            if store is not None:
-                _store_all(turbo, store, config, own, cache)
-            if any(kept[ids] < len(ids) for ids in own):
-                cache.crop(torch.tensor([kept[ids] for ids in own]))
-            held.update({ids: _ContextRow(cache, row) for row, ids in enumerate(own)})
-
-        def fail(index: int, error: Exception) -> None:
-            failed[missing[index]] = error
-
-        # The longest first, so that a lack of memory shows at once.
-        for batch in reversed(token_batches([len(ids) for ids in missing], wave.toks_per_batch)):
-            halve_until_it_fits(run, batch, fail)
-        return cls(held, failed)
+    # The longest first, so that a lack of memory shows at once.
+    for batch in reversed(token_batches([len(ids) for ids in missing], wave.toks_per_batch)):
+        halve_until_it_fits(run, batch, fail)
+    return held, failed
 
 
 def _store_all(
@@ -292,25 +280,31 @@ def _store_all(
         _log.warning("%s; it goes on without storing contexts", error)
 
 
-def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Callable[[int], None]) -> None:
+def _run_wave(
+    turbo: ContextModel,
+    wave: _Wave,
+    held: Mapping[_TokenIds, _ContextRow],
+    failed: Mapping[_TokenIds, Exception],
+    advance: Callable[[int], None],
+) -> None:
     """Predict the rows of all groups; of one that does not fit into memory, keep the error."""
     budget = wave.toks_per_batch
     # What is read in place cannot be in one cache with anything else.
     sharing: dict[bool, list[_Job]] = {True: [], False: []}
     alone: list[_Job] = []
     for job in wave.jobs:
-        if job.context in contexts.failed:
-            job.put(contexts.failed[job.context])
+        if job.context in failed:
+            job.put(failed[job.context])
             advance(job.group.count)
         elif job.context and job.group.tokens < budget and not job.group.query:
-            sharing[isinstance(contexts.held[job.context].cache, PooledContexts)].append(job)
+            sharing[isinstance(held[job.context].cache, PooledContexts)].append(job)
         else:
             alone.append(job)
     for jobs in sharing.values():
         if len({job.context for job in jobs}) < 2:
             alone += jobs
             continue
-        places = [(job.group, contexts.held[job.context]) for job in jobs]
+        places = [(job.group, held[job.context]) for job in jobs]
         parts = [RowSlice(group, torch.arange(group.count), place.cache, place.row) for group, place in places]
         try:
             found = predict_together(turbo, parts, budget)
@@ -323,7 +317,7 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
             job.put(predicted)
             advance(job.group.count)
     for job in alone:
-        group, place = job.group, contexts.held.get(job.context)
+        group, place = job.group, held.get(job.context)
         try:
             cache = place and (place.cache if place.cache.batch_size == 1 else place.cache.select(place.row))
             frozen = None

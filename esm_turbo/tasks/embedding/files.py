@@ -133,12 +133,8 @@ class PartFiles:
                     torch.save(metadata | results, buffer)
                     temporary.write_bytes(buffer.getbuffer())
                 else:
-                    write_embedding(temporary, embedding.tensors(), metadata | {"residues": len(record.sequence)})
-
-
-def write_embedding(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write an embedding in safetensors format, see `read_embedding`."""
-    write_artifact(path, "embedding", FORMAT_VERSION, tensors, metadata)
+                    about = metadata | {"residues": len(record.sequence)}
+                    write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), about)
 
 
 def read_entry(path: Path) -> tuple[Arrays, str]:

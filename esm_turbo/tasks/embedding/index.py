@@ -79,7 +79,8 @@ class EmbeddingIndex:
         Args:
             last: identifiers whose rows come last, in this order.
         """
-        self._rows = moved_last(self._rows, last)
+        moved = {name: self._rows[name] for name in last if name in self._rows}
+        self._rows = {name: row for name, row in self._rows.items() if name not in moved} | moved
         text = "\n".join([_HEADER, *map(_with_checksum, self._rows.values()), ""]).encode()
         if self._rows and (not self.path.exists() or text != self.path.read_bytes()):
             with replacing(self.path, inside=True) as temporary:
@@ -91,12 +92,6 @@ class EmbeddingIndex:
         for identifier, row in rows.items():
             for name in row.split("\t")[2:]:
                 self._identifiers[name.lower()].add(identifier)
-
-
-def moved_last(rows: Mapping[str, str], last: Sequence[str]) -> dict[str, str]:
-    """Values by identifier, those of some identifiers last and in the order of these."""
-    moved = {name: rows[name] for name in last if name in rows}
-    return {name: row for name, row in rows.items() if name not in moved} | moved
 
 
 def _with_checksum(row: str) -> str:

@@ -97,21 +97,12 @@ class ResidueSampler:
         """
         if not bool(torch.isfinite(logits).all()):
             raise ValueError(NOT_FINITE)
-        scores = self.scores(logits, positions)
-        if self.greedy:
-            chosen = scores.argmax(dim=1)
-        else:
-            probabilities = self.warpers(None, scores).softmax(dim=1)
-            draws = [
-                torch.multinomial(p, 1, generator=self.generators[row])
-                for p, row in zip(probabilities, rows, strict=True)
-            ]
-            chosen = torch.cat(draws)
-        log_probs = logits.to("cpu", torch.float32).log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
+        on_host = logits.to("cpu", torch.float32)
+        chosen, log_probs = self.choose(on_host, self.allowed.at(positions), self.noise(rows))
         return chosen.tolist(), log_probs.tolist()
 
     def noise(self, rows: Sequence[int]) -> Tensor | None:
-        """Random numbers for `draw`, from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
+        """Random numbers for `choose`, from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
         if self.greedy:
             return None
         drawn = torch.empty(len(rows), len(self.allowed.everywhere), dtype=torch.float32)
@@ -120,10 +111,10 @@ class ResidueSampler:
         return drawn
 
     def choose(self, logits: Tensor, allowed: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draw as `draw` does, on any device and without waiting for it.
+        """Draw residues on any device, without waiting for it.
 
-        With exponential noise e, the index of the largest p / e has the distribution p: `torch.multinomial` draws so,
-        too (ATen's `Distributions.cpp`).
+        With exponential noise e, the index of the largest p / e has the distribution p, as `torch.multinomial` draws
+        on a CPU (ATen's `Distributions.cpp`).
 
         Args:
             logits: finite, float32 [n, vocab_size].

@@ -60,9 +60,9 @@ def held_in_waves(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, proteins: Se
     sizes: list[int] = []
     original = row_engine._run_wave
 
-    def watched(turbo: Any, wave: Any, contexts: Any, advance: Any) -> None:
-        sizes.append(len(contexts.held))
-        original(turbo, wave, contexts, advance)
+    def watched(turbo: Any, wave: Any, held: Any, *rest: Any) -> None:
+        sizes.append(len(held))
+        original(turbo, wave, held, *rest)
 
     monkeypatch.setattr(row_engine, "_run_wave", watched)
     assert len(list(predict(turbo, proteins))) == len(proteins)

@@ -41,18 +41,22 @@ def test_options_that_leave_one_residue(turbo: TurboEsm, options: dict[str, floa
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0.7, "top_k": 6, "top_p": 0.8}], ids=str)
-def test_noise_draws_what_generators_draw(turbo: TurboEsm, options: dict[str, float]) -> None:
-    """`choose` is `draw`, and takes as much from the generators."""
+def test_draws_are_those_of_multinomial(turbo: TurboEsm, options: dict[str, float]) -> None:
+    """And take as much from the generators."""
     logits = 3 * torch.randn(200, 33, generator=torch.Generator().manual_seed(0))
     allowed = AllowedResidues(turbo.codes, 33, {2: "AGV"})
     one, other = (ResidueSampler(GenerationOptions(**options), allowed, [5, 6]) for _ in range(2))
     rows, positions = [0, 1] * 100, [1, 2, 3, 4] * 50
-    tokens, log_probs = one.draw(logits, rows, positions)
     with default_dtype(torch.float16):
-        noise = other.noise(rows)
-    chosen, scores = other.choose(logits, allowed.at(positions), noise)
-    assert chosen.tolist() == tokens
-    assert scores.tolist() == log_probs
+        tokens, log_probs = one.draw(logits, rows, positions)
+    weights = other.warpers(None, other.scores(logits, positions)).softmax(dim=1)
+    expected = weights.argmax(dim=1).tolist()
+    if options.get("temperature") != 0:
+        expected = [
+            int(w.multinomial(1, generator=other.generators[row])) for w, row in zip(weights, rows, strict=True)
+        ]
+    assert tokens == expected
+    assert log_probs == [float(own[token]) for own, token in zip(logits.log_softmax(1), tokens, strict=True)]
     for a, b in zip(one.generators, other.generators, strict=True):
         assert torch.equal(a.get_state(), b.get_state())
 
