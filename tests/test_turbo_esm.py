@@ -192,21 +192,6 @@ def test_generation_names_all_of_its_options() -> None:
     assert {field.name: field.default for field in fields(GenerationOptions)}.items() <= given.items()
 
 
-def test_arguments_reach_their_tasks(turbo: TurboEsm, tmp_path: Path) -> None:
-    target, store = "MKTAYIAKQRQISFVK", ContextStore(tmp_path / "store")
-    scores = turbo.score(target, "ACD", arm="frozen", refresh=2, place="empty", toks_per_batch=64, store=store)
-    assert (scores.arm, scores.refresh, scores.place) == ("frozen", 2, "empty")
-    found = turbo.score_variants("MKTAY", "M24A", method="wild_type", arm="turbo", first_position=24, store=store)
-    assert (found.method, found.arm, found.refresh) == ("wild_type", "turbo", 0)
-    made = turbo.generate(target, max_new_tokens=3, temperature=0, allowed="A", seed=4, store=store, return_cache=True)
-    assert made.sequences == [target + "AAA"] and made.cache is not None
-    turbo.embed(target, include="mean", return_cache=True, store=store)
-    # One context each, but the embedding's is that of the generation.
-    assert store.info()["contexts"] == 3
-    evaluation = turbo.evaluate(target, ["turbo3"], extend_ks=(), names=["x"], classes=["c"])
-    assert evaluation.provenance.proteins == 1
-
-
 @pytest.mark.parametrize("downloads", [True, False])
 def test_loading_draws_no_bar_and_leaves_the_switches(
     folder: Path, capsys: pytest.CaptureFixture[str], downloads: bool

@@ -206,22 +206,15 @@ class WindowRows(WholeRows):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenQueryRows(WindowRows):
-    """Such rows of a query, which was appended to its homologs and frozen.
-
-    Attributes:
-        homologs: number of tokens of the context before the query.
-        begin: position of the query's first token.
-    """
-
-    homologs: int
-    begin: int
+    """Such rows of a query, which was appended to its homologs and frozen."""
 
     def rows(self, numbers: Tensor) -> RowBatch:
         """See `RowGroup.rows`."""
         batch = super().rows(numbers)
         assert batch.visible is not None and batch.position_ids is not None
-        visible = torch.nn.functional.pad(batch.visible, (self.homologs, 0), value=1)
-        return batch._replace(visible=visible, position_ids=self.begin + batch.position_ids)
+        # The homologs before it, with positions of the residues that contexts leave out.
+        visible = torch.nn.functional.pad(batch.visible, (self.kept - len(self.ids), 0), value=1)
+        return batch._replace(visible=visible, position_ids=len(self.context) + batch.position_ids)
 
 
 class ProteinRows(ItemRows[VariantScores]):
@@ -322,8 +315,7 @@ class ProteinRows(ItemRows[VariantScores]):
             if self._freezes:
                 [present], _ = self.turbo.codes.present([context.ids])
                 width = min(self.refresh + 1, len(ids) - self.turbo.codes.around)
-                shared |= {"query": ids, "homologs": len(present), "begin": len(context.ids), "hides": True}
-                shared |= {"kept": len(present) + len(ids), "width": width}
+                shared |= {"query": ids, "hides": True, "kept": len(present) + len(ids), "width": width}
                 return FrozenQueryRows(ids=ids, **shared)
             return WholeRows(ids=ids, width=len(ids), **shared)
         [present], positions = self.turbo.codes.present([[*context.ids, *ids]])

@@ -234,17 +234,6 @@ def test_embed_splits_only_long_proteins(turbo: TurboEsm, exact: TurboEsm) -> No
         assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in a.tensors().values())
 
 
-def test_a_memory_reduces_the_error_of_windows(turbo: TurboEsm) -> None:
-    # As in docs/long_proteins.md: independent windows have a much larger error.
-    sequence = protein(300)
-    [full] = turbo.embed(sequence, include="per_tok")
-    error = {}
-    for memory in (0, 128):
-        [found] = turbo.embed(sequence, include="per_tok", window=128, overlap=32, memory=memory)
-        error[memory] = float((found.representations[12] - full.representations[12]).square().mean())
-    assert error[128] < 0.7 * error[0]
-
-
 def test_half_precision(turbo: TurboEsm, tiny_model: MakeModel) -> None:
     sequence = protein(150)
     options = {"include": ["per_tok"], "window": 64, "overlap": 16, "memory": 64}

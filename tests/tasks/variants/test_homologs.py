@@ -59,7 +59,7 @@ def test_parts_of_a_frozen_query_see_what_the_whole_sees(e1: TurboEsm) -> None:
     assert cache.lengths.item() == whole.lengths.item() - len(ids)
     rows = FrozenQueryRows(
         codes=e1.codes, ids=ids, first=2, positions=torch.tensor([0, 50, len(WILD_TYPE) - 1]), method="wild_type",
-        count=3, width=9, homologs=cache.lengths.item(), begin=cache.next_positions.item(),
+        count=3, width=9, context=[0] * cache.next_positions.item(), kept=whole.lengths.item(),
     ).rows(torch.arange(3))  # fmt: skip
     mask = torch.cat([rows.visible, torch.ones_like(rows.input_ids)], dim=1)
     found = e1.model(rows.input_ids, mask, rows.position_ids, past_key_values=whole, frozen_query=frozen).logits
