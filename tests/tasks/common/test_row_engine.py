@@ -19,7 +19,6 @@ from esm_turbo.tasks.common import row_engine
 from esm_turbo.tasks.common.forwards import context_config
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
-from tests.helpers.shelf import Shelf
 
 PROTEINS = ["MKTAYIAKQRQISFVKSHFS", "GSWKDLAEPLGSWKDLAEPL", "ACDEFGHIKLMNPQRSTVWY", "MKTAYIAKQRGSWKDLAEPL"]
 
@@ -78,21 +77,6 @@ def test_no_more_contexts_than_memory_for_them_are_held(turbo: TurboEsm, monkeyp
 
 def test_equal_proteins_share_a_context(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert held_in_waves(turbo, monkeypatch, PROTEINS[:1] * 3) == [1]
-
-
-def test_contexts_of_the_next_wave_are_read_while_others_run(turbo: TurboEsm) -> None:
-    shelf = Shelf()
-    # 21 tokens each, 4 batches of 11: two in a wave.
-    found = predict(turbo, tokens=11, store=shelf)
-    first = [next(found)]
-    assert len(shelf.asked) == 4
-    assert len(shelf.kept) == 2
-    first += found
-    assert len(shelf.kept) == 4
-    again = list(predict(turbo, tokens=11, store=shelf))
-    for one, other in zip(first, again, strict=True):
-        assert isinstance(one, Tensor) and isinstance(other, Tensor)
-        assert torch.equal(one, other)
 
 
 def test_the_next_wave_is_in_device_memory_before_the_first_is_done(
