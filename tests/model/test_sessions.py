@@ -18,7 +18,7 @@ from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.ops import torch_ops
 from esm_turbo.ops.backends import KVBackend
 from tests.helpers.frozen_esm2 import FrozenEsm2
-from tests.helpers.models import CLS, EOS, MASK, assert_same_states, random_ids, rounding
+from tests.helpers.models import CLS, EOS, MASK, assert_same_states, random_ids, relative_error, rounding
 
 pytestmark = pytest.mark.usefixtures("modes_only_watch")
 
@@ -301,6 +301,17 @@ def test_backends_agree_through_the_model(tiny_model: object, cache_config: Turb
             outputs = [model(new_ids, given_mask, past_key_values=cache).logits for model in (fast, slow)]
             assert torch.isfinite(outputs[0]).all()
             assert (outputs[0] - outputs[1]).abs().max() <= 5e-5
+
+
+@torch.no_grad()
+def test_protected_tokens_are_read_from_their_copies_alone(tiny_model: object) -> None:
+    """A context of these is nearly exact, although its codes have one bit."""
+    presets, new = (TurboConfig(bits=1, protect_special_tokens=True), "exact"), torch.tensor([[5, 6, 7]])
+    found, expected = (
+        model(new, past_key_values=model(torch.tensor([[CLS, EOS]]), use_cache=True).past_key_values).logits
+        for model in (tiny_model(preset=preset) for preset in presets)
+    )
+    assert relative_error(found, expected) < 2**-6
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

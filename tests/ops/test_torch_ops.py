@@ -194,8 +194,13 @@ def test_a_row_that_sees_nothing_is_zero(shared: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "case",
-    [{"shared": True, "batch": 40}, {"shared": True, "batch": 1, "n": 130}, {"batch": 2, "n": 150}],
-    ids=["shared", "one", "own"],
+    [
+        {"shared": True, "batch": 40},
+        {"shared": True, "batch": 1, "n": 130},
+        {"batch": 2, "n": 150},
+        {"batch": 2, "n": 130, "masked": True},
+    ],
+    ids=["shared", "one", "own", "masked"],
 )
 def test_many_queries_of_a_context(preset: str, dtype: torch.dtype, case: dict[str, int]) -> None:
     """As few. Some new tokens are hidden."""
