@@ -35,7 +35,8 @@ def test_prefill_is_exact_in_every_published_geometry(size: str) -> None:
     heads, head_dim = GEOMETRIES[size]
     hf = make_esm(heads=heads, head_dim=head_dim, layers=2 if heads * head_dim <= 640 else 1)
     ids, mask = random_ids([14, 9, 4], masks=2, eos=True)
-    for dtype in DTYPES:
+    # A CPU needs a minute for the largest models in the other dtypes.
+    for dtype in DTYPES if heads == 20 else DTYPES[:1]:
         hf = cast(hf, dtype)
         for attention in ("eager", "sdpa"):
             hf.set_attn_implementation(attention)
