@@ -168,7 +168,9 @@ class Service:
 
         own = rows_on(target)
         background, others = background_contexts(request.background, 1)
-        rows = own if background is None else ComparedRows(own, [rows_on(one.sequence) for one in others], background)
+        # A protein is no background of itself.
+        contexts = [rows_on(one.sequence) for one in others if one.sequence != target]
+        rows = own if background is None else ComparedRows(own, contexts, background)
         return self._small(ItemJob("score", rows, self.arm), "candidates")
 
     def variants_job(self, context: str, request: VariantsRequest) -> ItemJob:

@@ -22,9 +22,12 @@ from esm_turbo.serve.jobs import ItemJob
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.schemas import ErrorAnswer
 from esm_turbo.serve.service import Service
+from esm_turbo.tasks.scoring.specificity import background_contexts
 from tests.helpers.service import running
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNL"
+# A protein that is one of the decoys.
+DECOY = background_contexts("decoys", 1)[1][0].sequence
 CANDIDATES = ["GSGSWKDLAE", "PLLKRR", "AAAAAA", "W"]
 # Largest difference of a log-probability from that of the library's own batches.
 TOLERANCE = 1e-4
@@ -52,11 +55,11 @@ def test_a_context_is_named_by_a_hash(client, context):
     assert set(found.json["run"]) == RUN
 
 
-@pytest.mark.parametrize("background", ["alone", "decoys"])
-def test_specificity_is_that_of_the_library(client, context, turbo, background):
-    body = {"candidates": CANDIDATES, "background": background}
+@pytest.mark.parametrize(("background", "target"), [("alone", TARGET), ("decoys", TARGET), ("decoys", DECOY)])
+def test_specificity_is_that_of_the_library(client, turbo, background, target):
+    body, context = {"candidates": CANDIDATES, "background": background}, client.add(target)
     answer = client.post(f"/v1/contexts/{context}/score", body).json
-    expected = turbo.score(TARGET, CANDIDATES, background=background)
+    expected = turbo.score(target, CANDIDATES, background=background)
     for own, theirs in zip(answer["candidates"], expected.scores, strict=True):
         assert own["specificity"] == pytest.approx(theirs.specificity, abs=1e-4)
         assert (own["specificity_z"] is None) == (theirs.specificity_z is None) == (background == "alone")

@@ -29,7 +29,7 @@ from esm_turbo.tasks.scoring.score import (
     target_ids,
     warn_of_peptides,
 )
-from esm_turbo.tasks.scoring.specificity import background_contexts
+from esm_turbo.tasks.scoring.specificity import NO_TARGET, background_contexts
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -296,16 +296,20 @@ def _compared(
     elsewhere = None
     if others:
         rest = score_all(others, size)
-        elsewhere = [rest[index] for index in range(len(others))]
+        elsewhere = [(_residues(turbo, one.sequence), rest[index]) for index, one in enumerate(others)]
     known = [index for index, one in enumerate(found.scores) if one is not None]
-    # However targets are written, a protein is no background of itself.
-    targets = [turbo.codes.decode(turbo.codes.encode(pairs[i].sequence, f"target {i + 1}")) for i in known]
-    own = compared(targets, [found[i] for i in known], background, elsewhere)
+    targets = [_residues(turbo, pairs[index].sequence) for index in known]
+    own = compared(targets, [found[index] for index in known], background, elsewhere)
     scores = list(found.scores)
     if any(one.background is not None for target in own for one in target.scores):
         for index, one in zip(known, own, strict=True):
             scores[index] = one
     return PairScores(tuple(scores), found.failed)
+
+
+def _residues(turbo: ContextModel, target: str) -> str:
+    """Those of a valid target; however it is written, a protein is no background of itself."""
+    return target if target == NO_TARGET else turbo.codes.decode(turbo.codes.encode(target, "the target"))
 
 
 def _unique(pairs: Sequence[TargetPairs]) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -34,7 +34,14 @@ from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, So
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
-from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, figures_in, figures_on_others, highest
+from esm_turbo.tasks.scoring.specificity import (
+    NO_TARGET,
+    BackgroundFigures,
+    figures_elsewhere,
+    figures_in,
+    figures_on_others,
+    highest,
+)
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -434,17 +441,21 @@ def specificities(scores: Sequence[CandidateScore]) -> tuple[str, list[float | N
 
 
 def compared(
-    targets: Sequence[str], scores: Sequence[Scores], background: str, elsewhere: Sequence[Scores] | None
+    targets: Sequence[str], scores: Sequence[Scores], background: str, elsewhere: Iterable[tuple[str, Scores]] | None
 ) -> list[Scores]:
     """Scores with their specificity.
 
     Args:
         targets: residues of their targets.
         background: its name.
-        elsewhere: scores of the candidates in the contexts of the background; None compares those on all other targets.
+        elsewhere: residues of the contexts of the background, and scores of the candidates in each; None compares those
+            on all other targets.
+
+    Raises:
+        ValueError: as of `figures_elsewhere`.
     """
     if elsewhere is not None:
-        figures = [figures_in(one.by_candidate() for one in elsewhere)] * len(scores)
+        figures = figures_elsewhere(targets, [(residues, one.by_candidate()) for residues, one in elsewhere])
     else:
         figures = figures_on_others([(t, one.by_candidate()) for t, one in zip(targets, scores, strict=True)])
     return [one.with_background(own, background) for one, own in zip(scores, figures, strict=True)]

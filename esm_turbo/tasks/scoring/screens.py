@@ -40,7 +40,7 @@ def compare(run: ScoringRun, background: str, elsewhere: Sequence[TargetResult] 
         return
     targets, by_arm = [one.target.sequence for one in run.results], dict[Arm, list[Scores]]()
     for arm in run.results[0].scores:
-        others = None if elsewhere is None else [one.scores[arm] for one in elsewhere]
+        others = None if elsewhere is None else [(one.target.sequence, one.scores[arm]) for one in elsewhere]
         by_arm[arm] = compared(targets, [one.scores[arm] for one in run.results], background, others)
     run.results = [
         replace(one, scores={arm: own[number] for arm, own in by_arm.items()}) for number, one in enumerate(run.results)

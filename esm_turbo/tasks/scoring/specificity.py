@@ -108,6 +108,31 @@ def figures_in(contexts: Iterable[Mapping[str, float]]) -> dict[str, BackgroundF
     return {candidate: BackgroundFigures.of(own) for candidate, own in values.items()}
 
 
+def figures_elsewhere(
+    targets: Sequence[str], contexts: Iterable[tuple[str, Mapping[str, float]]]
+) -> list[dict[str, BackgroundFigures]]:
+    """For each target the figures of candidates in the contexts of a background, other than itself.
+
+    Args:
+        targets: residues of each.
+        contexts: residues of each, and log-likelihoods per residue by candidate. Those of the same residues count as
+            one.
+
+    Raises:
+        ValueError: all of them are the target itself.
+    """
+    distinct: dict[str, Mapping[str, float]] = {}
+    for residues, values in contexts:
+        distinct.setdefault(residues, values)
+    if distinct.keys() == set(targets) and len(distinct) == 1:
+        raise ValueError("the background holds no other protein than the target: give other decoys")
+    shared = figures_in(distinct.values())
+    return [
+        figures_in(own for residues, own in distinct.items() if residues != target) if target in distinct else shared
+        for target in targets
+    ]
+
+
 def figures_on_others(results: Sequence[tuple[str, Mapping[str, float]]]) -> list[dict[str, BackgroundFigures]]:
     """For each target the figures of its candidates on all other targets; those on no other have none.
 

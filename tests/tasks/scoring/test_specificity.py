@@ -96,6 +96,13 @@ def test_a_target_is_no_background_of_itself_however_it_is_written(turbo: TurboE
     for same in (f"{first}*", f"{first[:5]}\n{first[5:]}", first.lower()):
         found = turbo.score_pairs([first, *others, same], CANDIDATES)
         assert [one.specificity for one in found[0].scores] == pytest.approx(expected)
+    # Nor as a decoy, and decoys of the same residues are one.
+    alone = turbo.score_pairs(TARGETS[:1], CANDIDATES, arm="full", background=others)[0].scores
+    for decoys in ([first, *others], [f"{first}*", first.lower(), *others, *others]):
+        given = [turbo.score(first, CANDIDATES, arm="full", background=decoys)]
+        given += [turbo.score_pairs(TARGETS, CANDIDATES, arm="full", background=decoys)[0]]
+        for one in given:
+            assert [own.background for own in one.scores] == [pytest.approx(own.background, abs=1e-4) for own in alone]
 
 
 def test_candidates_of_one_target_each_have_no_specificity(turbo: TurboEsm) -> None:
@@ -159,6 +166,7 @@ def test_a_screen_of_four_targets_has_one_decoy(turbo: TurboEsm) -> None:
         ([], "`decoys` must hold at least one decoy"),
         ("targets", "needs several targets"),
         (["M1K"], "1"),
+        (["MK", "mk"], "the background holds no other protein than the target"),
     ],
 )
 def test_backgrounds_that_cannot_be_used(turbo: TurboEsm, background: object, message: str) -> None:
