@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -332,19 +332,18 @@ def _positions(
                 )
         return masked
     listed: list[Any] = list(positions)
-    by_row = listed if any(not isinstance(one, int) for one in listed) else [listed] * len(rows)
+    by_row = listed if listed and all(isinstance(one, Iterable) for one in listed) else [listed] * len(rows)
     if len(by_row) != len(rows):
         raise ValueError(
             f"`positions` must be one list, or one for each of the {len(rows)} sequences, got {len(by_row)}"
         )
     checked = []
     for number, (row, own) in enumerate(zip(rows, by_row, strict=True), start=1):
-        chosen = sorted(set(own))
-        if not chosen:
-            raise ValueError(f"sequence {number}: `positions` is empty")
-        for position in chosen:
+        for position in own:
             if type(position) is not int or not 1 <= position <= len(row):
                 raise ValueError(f"sequence {number}: its positions are 1 to {len(row)}, got {position!r}")
+        if not (chosen := sorted(set(own))):
+            raise ValueError(f"sequence {number}: `positions` is empty")
         checked.append(chosen)
     return checked
 

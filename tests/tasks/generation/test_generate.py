@@ -107,6 +107,8 @@ def test_a_seed_reproduces_its_samples(exact: TurboEsm, options: dict[str, objec
         ({"positions": [0]}, "sequence 1: its positions are 1 to 5, got 0"),
         ({"positions": [1, 6]}, "sequence 1: its positions are 1 to 5, got 6"),
         ({"positions": [True]}, "got True"),
+        ({"positions": [2.0]}, "sequence 1: its positions are 1 to 5, got 2.0"),
+        ({"positions": [1, [2]]}, r"sequence 1: its positions are 1 to 5, got \[2\]"),
         ({"positions": []}, "sequence 1: `positions` is empty"),
         ({"positions": [[1], [2]]}, "`positions` must be one list, or one for each of the 1 sequences, got 2"),
         ({"max_new_tokens": 1, "seed": [1, 2]}, "one for each of the 1 rows"),
