@@ -109,11 +109,6 @@ def too_large(residues: int, device: torch.device, error: Exception | None = Non
     )
 
 
-def failure_reason(sequence: str, error: Exception, device: torch.device) -> str:
-    """The reason why a protein failed, from its error: a lack of memory, or anything that its message says."""
-    return too_large(len(sequence), device, error) if is_out_of_memory(error) else str(error)
-
-
 def size_text(count: int) -> str:
     """A number of bytes, such as `1.5 GiB` or `20 MiB`."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

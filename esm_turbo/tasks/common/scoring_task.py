@@ -19,7 +19,7 @@ from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
 from esm_turbo.tasks.common.forwards import batch_tokens, context_config, resolve_arm, runs_on_cuda
 from esm_turbo.tasks.common.homologs import row_arm
-from esm_turbo.tasks.common.memory import failure_reason
+from esm_turbo.tasks.common.memory import too_large
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -168,7 +168,8 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
                         if not isinstance(one, Exception):
                             results[index].scores[arm] = one
                         elif results[index].failed is None:
-                            reason = failure_reason(piece[index].sequence, one, turbo.model.device)
+                            lacks_memory, residues = is_out_of_memory(one), len(piece[index].sequence)
+                            reason = too_large(residues, turbo.model.device, one) if lacks_memory else str(one)
                             results[index] = Scored(results[index].scores, reason)
                 yield results
 

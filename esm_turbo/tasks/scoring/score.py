@@ -40,7 +40,6 @@ from esm_turbo.tasks.scoring.specificity import (
     figures_elsewhere,
     figures_in,
     figures_on_others,
-    highest,
 )
 
 if TYPE_CHECKING:
@@ -233,7 +232,8 @@ class Scores(ItemScores):
 
     def by_candidate(self) -> dict[str, float]:
         """Mean log-probability by candidate; of equal ones, which may differ by rounding, the highest."""
-        return highest((one.candidate, one.mean_log_probability) for one in self.scores)
+        # The highest is the last to be set.
+        return dict(sorted(((one.candidate, one.mean_log_probability) for one in self.scores), key=lambda one: one[1]))
 
     def with_background(self, figures: Mapping[str, BackgroundFigures], background: str) -> Scores:
         """The same scores with figures of a background by candidate; candidates may lack them."""

@@ -93,11 +93,6 @@ def background_contexts(background: Background | Sequence[str], targets: int) ->
             return None if background == "none" else background, []
 
 
-def highest(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The highest value of each name, in whatever order they come."""
-    return dict(sorted(values, key=lambda one: one[1]))
-
-
 def figures_in(contexts: Iterable[Mapping[str, float]]) -> dict[str, BackgroundFigures]:
     """Figures of candidates from their log-likelihoods per residue in each context of a background."""
     values: dict[str, list[float]] = {}
