@@ -34,6 +34,16 @@ def test_polarquant_error(bits: int, printed: float, tolerance: float) -> None:
     assert error == pytest.approx(math.sqrt(expected * 64), rel=0.01)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_radii_meet_lloyds_condition(bits: int) -> None:
+    """Every level is the mean of its cell, here of samples of the law."""
+    sample = np.linalg.norm(np.random.default_rng(0).standard_normal((200_000, 2)), axis=1) / math.sqrt(128)
+    levels = sphere.rayleigh_levels(128, bits)
+    cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, sample)
+    means = [sample[cells == cell].mean() for cell in range(2**bits)]
+    np.testing.assert_allclose(means, levels, atol=0.02 / math.sqrt(128))
+
+
 def test_polarquant_angles_wrap():
     """Both sides of the cut at pi are neighbours."""
     codec = make_codec("polarquant4", 16, heads=1)
