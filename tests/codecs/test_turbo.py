@@ -473,6 +473,14 @@ def test_steps_are_those_of_all_components_of_a_width(statistics, codec_of, bits
             np.testing.assert_allclose(state[f"{kind}_steps"].numpy()[widths == width], expected, rtol=1e-5)
 
 
+def test_presets_share_their_maps(codec_of):
+    """So that a calibration stores them once."""
+    first, *others = (codec_of(bits, 64).state for bits in TURBO)
+    for other in others:
+        for name in ("key_map", "key_inverse", "key_mean", "value_map", "value_inverse", "value_mean", "inv_freq"):
+            assert torch.equal(first[name], other[name])
+
+
 def test_presets_fitted_together_are_those_fitted_alone(statistics):
     configs = [*TURBO.values(), dataclasses.replace(TURBO[3], protect_special_tokens=True)]
     for config, together in zip(configs, TurboCodec.fit_all(configs, statistics[64]), strict=True):
