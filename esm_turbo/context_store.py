@@ -383,16 +383,17 @@ class ContextStore:
         self._refuse_read_only()
         report = progress or silent
         requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
-        spec = context_spec(turbo)
-        done = self._done(spec, requests, report)
-        self._files.sweep_once()
-        residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
-        report("prefill", 0, total)
-        computed = 0
-        for filled in self._fill(turbo, spec, requests, done, toks_per_batch, on_failure):
-            computed += filled.computed
-            residues += sum(one.tokens - 1 for one in filled.requests)
-            report("prefill", residues, total)
+        computed = residues = 0
+        with turbo.model.base_model.kv.in_call():
+            spec = context_spec(turbo)
+            done = self._done(spec, requests, report)
+            self._files.sweep_once()
+            total = sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
+            report("prefill", 0, total)
+            for filled in self._fill(turbo, spec, requests, done, toks_per_batch, on_failure):
+                computed += filled.computed
+                residues += sum(one.tokens - 1 for one in filled.requests)
+                report("prefill", residues, total)
         return computed
 
     def add_batches(
@@ -426,8 +427,9 @@ class ContextStore:
                 warn_if_long((one.tokens - 1 for one in own), turbo.model.family, stacklevel=5)
                 yield own
 
-        for filled in self._filling(turbo, spec, on_failure).fill(missing(), in_order=True):
-            yield filled.computed
+        with turbo.model.base_model.kv.in_call():
+            for filled in self._filling(turbo, spec, on_failure).fill(missing(), in_order=True):
+                yield filled.computed
 
     def _refuse_read_only(self) -> None:
         if self.read_only:
@@ -508,7 +510,8 @@ class ContextStore:
         batches = remaining_batches([one.tokens for one in requests], tokens, done)
         filling = self._filling(turbo, spec, on_failure)
         run = filling.compute if self.read_only else filling.fill
-        yield from run([requests[index] for index in batch] for batch in batches)
+        with turbo.model.base_model.kv.in_call():
+            yield from run([requests[index] for index in batch] for batch in batches)
 
     def _filling(
         self, turbo: ContextModel, spec: ContextSpec, on_failure: Callable[[str, str], None] | None

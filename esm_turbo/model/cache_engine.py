@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
@@ -28,6 +30,10 @@ from esm_turbo.ops.warmup import Sizes
 _CHOSEN = ContextVar[tuple["CacheEngine", TurboConfig] | None]("chosen", default=None)
 # The model of this engine is looked at after the call, for the thread or task that says so.
 _WATCHED = ContextVar["CacheEngine | None"]("watched", default=None)
+
+# Calls that run, by the engine of their model: copies of a model have none.
+_CALLS = Counter["CacheEngine"]()
+_COUNTING = threading.Lock()
 
 
 class CacheEngine:
@@ -69,6 +75,19 @@ class CacheEngine:
         finally:
             _CHOSEN.reset(token)
 
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Within the block, whose results are of one preset and one calibration, neither can be changed."""
+        with _COUNTING:
+            _CALLS[self] += 1
+        try:
+            yield
+        finally:
+            with _COUNTING:
+                _CALLS[self] -= 1
+                if not _CALLS[self]:
+                    del _CALLS[self]
+
     def configure(
         self,
         calibration: str | os.PathLike[str] | Calibration | None,
@@ -76,6 +95,11 @@ class CacheEngine:
         backend: str | Backend,
     ) -> None:
         """See `CachedModel.set_turbo`."""
+        if _CALLS[self]:
+            raise RuntimeError(
+                "a call with this model has not ended, and its results are of one preset and one calibration: change"
+                " them afterwards, or those of a copy of the model"
+            )
         config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
         codec_class(config)
         resolve_backend(backend, self.encoder.device)

@@ -50,12 +50,13 @@ class CacheMethods(CheckpointMixin):
         """Set how new caches are stored and how caches are read.
 
         Args:
-            calibration: a `Calibration` of this model or its path.
+            calibration: a `Calibration` of this model or its path; None leaves the model without one.
             preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
             backend: implementation of encoding and packed attention, see `Backend`.
 
         Raises:
             ValueError: the calibration is unreadable or another model's, or an option is wrong.
+            RuntimeError: a call with the model has not ended, such as `score` that calls `progress`.
         """
         self._encoder.kv.configure(calibration, preset, backend)
         self._encoder.executor.graphs.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -104,6 +105,7 @@ class Pool(Runner):
         self._slots = [_Slot(device) for device in devices]
         self._start, self._load, self._noun = start, load, noun
         self._told: set[str] = set()
+        self._busy = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -127,8 +129,14 @@ class Pool(Runner):
 
         Raises:
             NoWorkersError: no device can be used, or is left.
+            RuntimeError: another call has not ended, in this thread or another one.
             Exception: what a piece raised.
         """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._noun} runs pieces of another call, which has not ended: let it end first, or give this call"
+                " workers of its own"
+            )
         run = _Run(task, pieces, units)
         try:
             while run.waiting or any(slot.pieces for slot in self._slots):
@@ -152,6 +160,8 @@ class Pool(Runner):
             # Processes still compute pieces that nobody waits for.
             self.close()
             raise
+        finally:
+            self._busy.release()
 
     def _hand_out(self, run: _Run[Any, Any]) -> None:
         """Start the processes that are missing, and give pieces to each that has none."""

@@ -88,6 +88,17 @@ def test_all_pieces_once_and_again_and_those_that_look_ahead(tmp_path: Path) -> 
             list(workers.run(Squares(Path()), [-1], stage="", units=[1]))
 
 
+def test_workers_that_run_pieces_take_no_other_call(tmp_path: Path) -> None:
+    with Workers(Load(), ["cpu:0", "cpu:1"]) as workers:
+        first = workers.run(Squares(tmp_path), range(12), stage="s", units=[1] * 12)
+        found = [next(first)]
+        with pytest.raises(RuntimeError, match="a worker runs pieces of another call, which has not ended"):
+            list(workers.run(Squares(tmp_path), [20], stage="s", units=[1]))
+        found += first
+        assert {number: square for number, (square, _) in found} == {n: n * n for n in range(12)}
+        assert {n: square for n, (square, _) in run(workers, Squares(tmp_path), [5]).items()} == {0: 25}
+
+
 def test_models_are_loaded_side_by_side(tmp_path: Path) -> None:
     with Workers(LoadTogether(tmp_path, 3, bytes(10_000_000)), ["cpu"] * 3) as workers:
         assert run(workers, Squares(tmp_path), [4]) == {0: (16, "cpu")}

@@ -37,9 +37,10 @@ def run_on_model(
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, ResultT]]:
     """As `Runner.run`; other processes refuse to run pieces with another model or another calibration."""
-    if not isinstance(runner, InProcessRunner):
-        task = _OnSameModel(task, _RunModel.of(turbo))
-    return runner.run(task, pieces, stage=stage, units=units, progress=progress)
+    with turbo.model.base_model.kv.in_call():
+        if not isinstance(runner, InProcessRunner):
+            task = _OnSameModel(task, _RunModel.of(turbo))
+        yield from runner.run(task, pieces, stage=stage, units=units, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,8 @@ def score_item(
     rows = task.rows(turbo, item, arm)
     run = task.row_run(turbo, [rows], arm)
     counter = StageProgress(progress, "score", sum(group.predictions for group in rows.groups))
-    [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
+    with turbo.model.base_model.kv.in_call():
+        [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
     if isinstance(found, Exception):
         raise found
     return found

@@ -125,7 +125,10 @@ def embed_records(
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     rows = encode_rows(turbo.codes, sequences)
     failed: dict[str, str] = {}
-    with embedding_writer(out, records, file_format, settings, turbo, labels, names, runner.devices) as writer:
+    with (
+        turbo.model.base_model.kv.in_call(),
+        embedding_writer(out, records, file_format, settings, turbo, labels, names, runner.devices) as writer,
+    ):
         done = _find_done(writer, groups, progress)
         batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
         pieces = [[groups[index][0] for index in batch] for batch in batches]

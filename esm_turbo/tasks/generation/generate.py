@@ -152,13 +152,14 @@ def generate_batch(
     context: Contexts | None = None,
 ) -> GenerationOutput:
     """See `generate`, whose options have been checked."""
-    steps = generation_steps(turbo, sequences, options, seed, store, context=context)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: GenerationOutput = end.value
-            return made
+    with turbo.model.base_model.kv.in_call():
+        steps = generation_steps(turbo, sequences, options, seed, store, context=context)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                made: GenerationOutput = end.value
+                return made
 
 
 def generation_steps(

@@ -106,7 +106,6 @@ def generate_records(
     sizes = [len(record.sequence) + 2 + (options.max_new_tokens or 0) for record in records for _ in range(samples)]
     generated: dict[int, GeneratedSequence] = {}
     bad: dict[int, BadRecord] = {}
-    counter.advance(0)
 
     def run(rows: Sequence[int]) -> None:
         """Generate some of the rows, of which each record has one per sample."""
@@ -138,9 +137,11 @@ def generate_records(
         record = records[row // samples]
         bad[row // samples] = BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error))
 
-    for batch in token_batches(sizes, protein_tokens(toks_per_batch, turbo)):
-        halve_until_it_fits(run, batch, too_large_alone)
-        counter.advance(len(batch))
+    with turbo.model.base_model.kv.in_call():
+        counter.advance(0)
+        for batch in token_batches(sizes, protein_tokens(toks_per_batch, turbo)):
+            halve_until_it_fits(run, batch, too_large_alone)
+            counter.advance(len(batch))
     in_order = [generated[row] for row in sorted(generated) if row // samples not in bad]
     return in_order, [bad[index] for index in sorted(bad)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -179,7 +180,8 @@ def score(
     else:
         [sequence] = as_list([context], "target")
         pair = TargetPairs(sequence, own)
-    return _ranked(turbo, task, [pair], background, rescore, sort_by, progress, alone=True)[0]
+    with turbo.model.base_model.kv.in_call():
+        return _ranked(turbo, task, [pair], background, rescore, sort_by, progress, alone=True)[0]
 
 
 def score_pairs(
@@ -224,7 +226,8 @@ def score_pairs(
     pairs = _pairs(as_list(targets, "target"), candidates)
     for number, one in enumerate(pairs):
         check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
-    return _ranked(turbo, task, pairs, background, rescore, sort_by, progress, turbo.runner(devices))
+    with turbo.model.base_model.kv.in_call():
+        return _ranked(turbo, task, pairs, background, rescore, sort_by, progress, turbo.runner(devices))
 
 
 def _ranked(
@@ -249,6 +252,10 @@ def _ranked(
     [arm] = task.arms
     check_ranking(arm, rescore, sort_by, background)
     warn_of_pairs(turbo, pairs, stacklevel=3)
+    if sort_by == "specificity" and background == "targets" and not _share_candidates(turbo, pairs):
+        raise ValueError(
+            "no candidate has several targets, so that none is compared with anything: give a `background`"
+        )
     name, contexts = background_contexts(background, sum(len(one.candidates) for one in pairs) // len(_unique(pairs)))
     found = _compared(turbo, task, pairs, name, contexts, progress, runner, alone=alone)
     known = {index: one for index, one in enumerate(found.scores) if one is not None}
@@ -310,6 +317,17 @@ def _compared(
 def _residues(turbo: ContextModel, target: str) -> str:
     """Those of a valid target; however it is written, a protein is no background of itself."""
     return target if target == NO_TARGET else turbo.codes.decode(turbo.codes.encode(target, "the target"))
+
+
+def _share_candidates(turbo: ContextModel, pairs: Sequence[TargetPairs]) -> bool:
+    """True if some candidate is scored on several different targets, of those that are valid."""
+    targets: dict[str, set[str]] = {}
+    for pair in pairs:
+        with contextlib.suppress(ValueError):
+            residues = _residues(turbo, pair.sequence)
+            for candidate in _unique([pair]):
+                targets.setdefault(candidate, set()).add(residues)
+    return any(len(own) > 1 for own in targets.values())
 
 
 def _unique(pairs: Sequence[TargetPairs]) -> list[str]:

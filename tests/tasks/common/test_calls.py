@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM
+from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, embed_records
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.common import forwards, memory, row_engine
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.embedding.embed import iter_embeddings
+from esm_turbo.tasks.generation.options import GenerationOptions
+from esm_turbo.tasks.generation.records import generate_records
 from tests.helpers.scores import assert_close, assert_variants_close
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -22,6 +28,7 @@ TARGETS = ["MKTAYIAKQRQISFVKSHFSRQLEERLG", "GSWKDLAEPL", "MK", "MKTAYIAKQRQISFVK
 CANDIDATES = ["ACDEF", "WTC", "GGGSG", "A"]
 OWN_CANDIDATES = [["ACDEF"], ["WTC", "ACDEF"], ["A"], ["GGGSG", "AC"]]
 PROTEINS = ["MKTAYIAKQRQISFVK", "GSW", "M", "MKTAYIAKQRQISFVKSHFSRQLE"]
+RECORDS = [ProteinRecord(f"p{number}", sequence) for number, sequence in enumerate(PROTEINS)]
 VARIANTS = [["M1A", "K2R:T3S", "K16W"], ["G1A"], ["M1C"], ["E24D", "S13G", "K2K"]]
 
 
@@ -239,3 +246,46 @@ def test_a_store_of_another_model_is_refused(turbo: TurboEsm, tmp_path: Any, tin
                  lambda: turbo.score_many_variants(TARGETS, store=store)):  # fmt: skip
         with pytest.raises(ValueError, match="holds contexts of a model without a name, for 2 layers"):
             call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda turbo, _, told: turbo.score(TARGETS[0], CANDIDATES, background="alone", progress=told),
+        lambda turbo, _, told: turbo.score_pairs(TARGETS, CANDIDATES, rescore=1, progress=told),
+        lambda turbo, _, told: turbo.score_many_variants(PROTEINS[:2], progress=told),
+        lambda turbo, folder, told: ContextStore(folder).add(turbo, TARGETS, progress=told),
+        lambda turbo, folder, told: embed_records(
+            turbo, RECORDS, folder / "out", EmbeddingRequest.of(turbo, [-1], ["mean"]), progress=told
+        ),
+        lambda turbo, _, told: generate_records(turbo, RECORDS, GenerationOptions(max_new_tokens=2), progress=told),
+    ],
+    ids=["score", "score_pairs", "variants", "store", "embed", "generate"],
+)
+def test_a_call_has_one_preset_and_one_calibration(
+    turbo: TurboEsm, tmp_path: Path, call: Callable[..., object]
+) -> None:
+    own = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    refused: list[str] = []
+
+    def change(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="a call with this model has not ended") as error:
+            own.model.set_turbo(calibration=own.calibration, preset="turbo1")
+        refused.append(str(error.value))
+
+    call(own, tmp_path, change)
+    assert len(refused) > 1
+    own.model.set_turbo(calibration=own.calibration, preset="turbo1")
+    assert own.score(TARGETS[0], CANDIDATES).preset == "turbo1"
+
+
+def test_a_call_ends_with_what_it_yields(turbo: TurboEsm) -> None:
+    own = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    batches = iter_embeddings(own, PROTEINS, EmbeddingRequest.of(own, [-1], ["mean"]), toks_per_batch=8)
+    next(batches)
+    with pytest.raises(RuntimeError, match="has not ended"):
+        own.model.set_turbo(calibration=None, preset="exact")
+    # A copy is in no call.
+    copy.deepcopy(own.model).set_turbo(calibration=None, preset="exact")
+    del batches
+    own.model.set_turbo(calibration=None, preset="exact")

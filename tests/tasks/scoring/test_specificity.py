@@ -108,6 +108,9 @@ def test_a_target_is_no_background_of_itself_however_it_is_written(turbo: TurboE
 def test_candidates_of_one_target_each_have_no_specificity(turbo: TurboEsm) -> None:
     found = turbo.score_pairs(TARGETS[:2], [["ACDEF"], ["WTC"]])
     assert [one.background for one in found.scores if one is not None] == [None, None]
+    for targets, own in ((TARGETS[:2], [["ACDEF"], ["WTC"]]), ([TARGETS[0], TARGETS[0].lower()], CANDIDATES)):
+        with pytest.raises(ValueError, match="no candidate has several targets"):
+            turbo.score_pairs(targets, own, sort_by="specificity")
 
 
 @pytest.mark.parametrize("arm", ["full", "turbo"])
