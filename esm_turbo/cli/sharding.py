@@ -15,6 +15,7 @@ from esm_turbo.files.writing import file_errors, replacing
 from esm_turbo.parallel.shards import (
     Kind,
     Manifest,
+    ShardError,
     as_json,
     finish_shard,
     input_digests,
@@ -74,19 +75,24 @@ class Sharding:
         if out is None:
             raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
         self.out = shard_output(out, self.plan.shard, kind)
-        self._manifest = Manifest(self.plan.shard, command, kind, input_digests(inputs))
+        self._inputs = list(inputs)
+        self._manifest = Manifest(self.plan.shard, command, kind, input_digests(self._inputs))
 
     def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:
-        """True if the shard was done earlier; says so.
+        """True if the shard was done earlier; says so. To be called once the inputs have been read.
 
         Args:
             settings: finds everything that determines its results, JSON values.
 
         Raises:
-            ShardError: (a ValueError) it was done with other settings, or another input.
+            ShardError: (a ValueError) it was done with other settings, or another input; or an input has changed since
+                the command began.
         """
         if self.plan is None or self._whole is None:
             return False
+        for name, digest in input_digests(self._inputs).items():
+            if digest != self._manifest.inputs[name]:
+                raise ShardError(f"{name}: has changed while it was read; run the shard again")
         self._manifest = replace(self._manifest, settings=as_json(settings()))
         done = is_done(self._whole, self._manifest)
         if done:

@@ -1,4 +1,4 @@
-"""The options that spread a command over devices."""
+"""The options that spread a command over devices, or over runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 
 from esm_turbo.cli.options import CalibratedModelOptions, ModelOptions, ParallelOptions
 from esm_turbo.cli.parallel import Spread, _anywhere
+from esm_turbo.cli.sharding import Sharding
+from esm_turbo.parallel.shards import ShardError
 from tests.helpers.embedding_files import files
 
 
@@ -72,3 +74,13 @@ def test_workers_of_a_command(esm, fasta, tmp_path, tiny_folder) -> None:
     assert (one.code, two.code) == (0, 0) and two.said == one.said
     assert two.err == "esm-turbo: 2 workers on cpu\n"
     assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_an_input_that_changes_while_a_shard_reads_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "targets.fasta"
+    path.write_text(">a\nMKTAY\n", encoding="utf-8")
+    sharding = Sharding("score", "table", "1/2", tmp_path / "out.csv", [path, None])
+    assert not sharding.is_done(dict)
+    path.write_text(">a\nMKTAW\n", encoding="utf-8")
+    with pytest.raises(ShardError, match=r"targets\.fasta: has changed while it was read; run the shard again"):
+        sharding.is_done(dict)
