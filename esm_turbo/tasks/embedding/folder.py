@@ -11,6 +11,7 @@ therefore leaves whole batches, and a run that resumes it computes the same batc
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import file_errors, link_file, only_writer, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.lookup import listed
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
 from esm_turbo.tasks.embedding.files import (
     CACHE_SUFFIX,
@@ -36,6 +38,8 @@ from esm_turbo.tasks.embedding.index import EmbeddingIndex
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
+
+_log = logging.getLogger("esm_turbo")
 
 
 class FolderWriter:
@@ -102,12 +106,23 @@ class FolderWriter:
             self.damaged.append(os.fspath(self.index.path))
         self._labels: dict[str, str] = {}
         self._labels |= {sequence: own[0] for sequence, own in labels.items() if self._is_free(sequence, own)}
+        left = [own[0] for sequence, own in labels.items() if sequence not in self._labels and self._exists(own[0])]
+        if left:
+            _log.warning(
+                "%s: its files named %s are of other sequences, or of another program; %s names those of these",
+                self.folder,
+                listed(left),
+                INDEX_FILE,
+            )
         remove_temporaries(self.folder)
+
+    def _exists(self, name: str) -> bool:
+        return any((self.folder / f"{name}{suffix}").exists() for suffix in self.parts.suffixes)
 
     def _is_free(self, sequence: str, identifiers: Sequence[str]) -> bool:
         """Whether files may be named by the first of these identifiers: no others' are, and none has a hash yet."""
         files = [f"{identifiers[0]}{suffix}" for suffix in self.parts.suffixes]
-        if self._is_new and any((self.folder / name).exists() for name in files):
+        if self._is_new and self._exists(identifiers[0]):
             # Another program's, in a folder that is new to this one.
             return False
         named = any(set(identifiers) & self.index.identifiers(name) for name in self._files(sequence).values())
