@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -119,8 +120,7 @@ def write_csv(
             write_csv(file, columns, rows, delimiter)
     else:
         writer = csv.writer(out, lineterminator="\n", delimiter=delimiter or ",")
-        writer.writerow(columns)
-        writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in rows)
+        writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in chain([columns], rows))
 
 
 def _suffix(path: str | os.PathLike[str]) -> str:
@@ -128,7 +128,7 @@ def _suffix(path: str | os.PathLike[str]) -> str:
 
 
 def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], aliases: Mapping[str, str]) -> list[CsvRow]:
-    names = [name.strip() for name in next(lines, [])]
+    names = [from_cell(name).strip() for name in next(lines, [])]
     head = [name.lower() for name in names]
     if not any(head):
         raise ValueError("is empty; its first line must name the columns")

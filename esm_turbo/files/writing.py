@@ -193,17 +193,11 @@ def only_writer(
     from filelock import FileLock, Timeout
 
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno not in _NEVER_WRITABLE:
-            raise
-        reason = f"cannot be written ({error.strerror}); choose another path"
-        raise NotWritableError(f"{folder if file is None else file}: {reason}") from error
     path = folder / LOCK_FILE
-    refuse_links(path, folder)
     lock = FileLock(path, timeout=timeout)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(path, folder)
         lock.acquire()
     except Timeout:
         waited = f" (waited {timeout:g} s)" if timeout else ""
@@ -214,6 +208,11 @@ def only_writer(
         raise FolderBusyError(
             f"{folder}: another process is writing into it{waited}; let it finish, or give another folder"
         ) from None
+    except OSError as error:
+        if error.errno not in _NEVER_WRITABLE:
+            raise
+        reason = f"cannot be written ({error.strerror}); choose another path"
+        raise NotWritableError(f"{folder if file is None else file}: {reason}") from error
     try:
         yield
     finally:

@@ -83,8 +83,9 @@ def test_written_tables_are_read_back(tmp_path_factory, rows):
 
 def test_spreadsheets_run_nothing_and_numbers_stay_numbers(tmp_path):
     path = tmp_path / "x.csv"
-    write_csv(path, ["id", "score"], [["=HYPERLINK(A1)", -1.5], ["@x", "-2.5"], ["a\x1b[2J", None], ["-x", 3]])
-    assert path.read_bytes() == b"id,score\n'=HYPERLINK(A1),-1.5\n'@x,-2.5\na\\x1b[2J,\n'-x,3\n"
+    write_csv(path, ["id", "=cmd|x!A1"], [["=HYPERLINK(A1)", -1.5], ["@x", "-2.5"], ["a\x1b[2J", None], ["-x", 3]])
+    assert path.read_bytes() == b"id,'=cmd|x!A1\n'=HYPERLINK(A1),-1.5\n'@x,-2.5\na\\x1b[2J,\n'-x,3\n"
+    assert list(read_csv(path, ["id"])[0].cells) == ["id", "=cmd|x!A1"]
 
 
 def test_the_suffix_decides_the_delimiter(tmp_path):

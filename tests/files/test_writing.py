@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import filelock
 import pytest
 from safetensors import SafetensorError
 
@@ -147,6 +148,15 @@ def test_a_second_process_is_refused_until_the_first_ends_or_dies(tmp_path):
     with only_writer(folder):
         (folder / "x").write_text("kept")
     assert [p.name for p in folder.iterdir()] == ["x"]
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with pytest.raises(NotWritableError, match=f"{tmp_path}: cannot be written .Read-only file system.; choose"):
+        only_writer(tmp_path).__enter__()
 
 
 def test_an_empty_folder_and_the_lock_are_removed_unless_kept(tmp_path):
