@@ -207,11 +207,14 @@ def test_chains_of_a_file(family: str, command: list[str], tmp_path: Path, capsy
     assert one == {"record": "two", "reason": reason}
 
 
-def test_a_break_between_chains_has_no_variants(family: str) -> None:
+def test_a_break_between_chains_has_no_variants_and_stays(family: str) -> None:
     if family == "esmc":
         turbo = TurboEsm.from_pretrained(FOLDERS[family], device="cpu", preset="exact")
         found = turbo.score_variants("MK|GS", arm="full").scores
         assert sorted({int(one.variant[1:-1]) for one in found}) == [1, 2, 4, 5] and len(found) == 4 * 19
+        with pytest.raises(ValueError, match="sequence 1: position 3 is the break between two chains"):
+            turbo.generate("MK|GS", positions=[2, 3])
+        assert turbo.generate("MK|GS", positions=[2, 4]).sequences[0][2] == "|"
 
 
 @pytest.mark.filterwarnings("always::esm_turbo.proteins.limits.UntrainedInputWarning")

@@ -343,6 +343,8 @@ def _positions(
         for position in own:
             if type(position) is not int or not 1 <= position <= len(row):
                 raise ValueError(f"sequence {number}: its positions are 1 to {len(row)}, got {position!r}")
+            if row[position - 1] == turbo.codes.chain_break:
+                raise ValueError(f"sequence {number}: position {position} is the break between two chains, no residue")
         if not (chosen := sorted(set(own))):
             raise ValueError(f"sequence {number}: `positions` is empty")
         checked.append(chosen)
