@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -30,7 +30,7 @@ from esm_turbo.tasks.scoring.score import (
     target_ids,
     warn_of_peptides,
 )
-from esm_turbo.tasks.scoring.specificity import NO_TARGET, background_contexts
+from esm_turbo.tasks.scoring.specificity import NO_TARGET, are_compared, background_contexts
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -252,7 +252,7 @@ def _ranked(
     [arm] = task.arms
     check_ranking(arm, rescore, sort_by, background)
     warn_of_pairs(turbo, pairs, stacklevel=3)
-    if sort_by == "specificity" and background == "targets" and not _share_candidates(turbo, pairs):
+    if sort_by == "specificity" and background == "targets" and not are_compared(_on_valid_targets(turbo, pairs)):
         raise ValueError(
             "no candidate has several targets, so that none is compared with anything: give a `background`"
         )
@@ -319,15 +319,12 @@ def _residues(turbo: ContextModel, target: str) -> str:
     return target if target == NO_TARGET else turbo.codes.decode(turbo.codes.encode(target, "the target"))
 
 
-def _share_candidates(turbo: ContextModel, pairs: Sequence[TargetPairs]) -> bool:
-    """True if some candidate is scored on several different targets, of those that are valid."""
-    targets: dict[str, set[str]] = {}
+def _on_valid_targets(turbo: ContextModel, pairs: Sequence[TargetPairs]) -> Iterator[tuple[str, str]]:
+    """Each candidate with the residues of each of its targets; targets that are invalid fail by themselves."""
     for pair in pairs:
         with contextlib.suppress(ValueError):
             residues = _residues(turbo, pair.sequence)
-            for candidate in _unique([pair]):
-                targets.setdefault(candidate, set()).add(residues)
-    return any(len(own) > 1 for own in targets.values())
+            yield from ((candidate, residues) for candidate in _unique([pair]))
 
 
 def _unique(pairs: Sequence[TargetPairs]) -> list[str]:

@@ -9,6 +9,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
 from esm_turbo.tasks.scoring.score import Scores, chosen_again, compared
+from esm_turbo.tasks.scoring.specificity import are_compared
 
 ScoreMore = Callable[..., ScoringRun]
 """Scores candidates on targets in some arms and a `stage`, with the other options of the run, as `score_records`."""
@@ -82,10 +83,8 @@ def shared_candidates(targets: Sequence[ProteinRecord], candidates: Sequence[Can
     """Whether some candidate is scored on several different targets."""
     residues = {one.id: one.sequence for one in targets}
     everywhere = set(residues.values())
-    own: dict[str, set[str]] = {}
-    for one in candidates:
-        known = own.setdefault(one.sequence, set())
-        known |= everywhere if one.target is None else {residues[one.target]} if one.target in residues else set()
-        if len(known) > 1:
-            return True
-    return False
+    return are_compared(
+        (one.sequence, target)
+        for one in candidates
+        for target in (everywhere if one.target is None else filter(None, [residues.get(one.target)]))
+    )

@@ -93,6 +93,12 @@ def background_contexts(background: Background | Sequence[str], targets: int) ->
             return None if background == "none" else background, []
 
 
+def are_compared(pairs: Iterable[tuple[str, str]]) -> bool:
+    """True if some candidate is scored on several different targets; pairs are a candidate and residues of a target."""
+    first: dict[str, str] = {}
+    return any(first.setdefault(candidate, target) != target for candidate, target in pairs)
+
+
 def figures_in(contexts: Iterable[Mapping[str, float]]) -> dict[str, BackgroundFigures]:
     """Figures of candidates from their log-likelihoods per residue in each context of a background."""
     values: dict[str, list[float]] = {}
