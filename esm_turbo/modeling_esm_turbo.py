@@ -241,6 +241,12 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
         return bool(self.embeddings.token_dropout)
 
     @property
+    def mask_token_id(self) -> int:
+        """See `FamilyEncoder.mask_token_id`; the library reads the configuration once."""
+        token: int = self.embeddings.mask_token_id
+        return token
+
+    @property
     def rotary_frequencies(self) -> Tensor:
         """See `FamilyEncoder.rotary_frequencies`."""
         frequencies: Tensor = self.rotary_embeddings.inv_freq
@@ -275,7 +281,7 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
             check_not_all_masked(counts)
             tokens, masks = (count.to(input_ids.device) for count in counts)
             scale = (1 - _TRAINED_MASK_RATIO) / (1 - masks.float() / tokens)
-            embeddings = embeddings.masked_fill((input_ids == self.config.mask_token_id)[..., None], 0.0)
+            embeddings = embeddings.masked_fill((input_ids == self.mask_token_id)[..., None], 0.0)
             embeddings = (embeddings * scale[:, None, None]).to(embeddings.dtype)
         if self.embeddings.layer_norm is not None:
             embeddings = self.embeddings.layer_norm(embeddings)

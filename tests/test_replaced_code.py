@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,14 @@ def test_a_model_as_published_runs_known_code(family: str) -> None:
     model = MODELS[family]()
     assert largest_difference(model) < 1e-4
     assert model.base_model.executor.runs_known_code()
+
+
+@pytest.mark.parametrize("changed", ["config", "base_model.embeddings"])
+def test_masks_are_those_that_the_embeddings_count(changed: str) -> None:
+    """The library's embeddings read the id of masks from the configuration once, when they are made."""
+    model = MODELS["ESM-2"]()
+    attrgetter(changed)(model).mask_token_id = 5
+    assert largest_difference(model) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Executor:
         if inputs.token_counts is not None:
             plan.embeddings = self._embed(ids, mask, inputs.token_counts, inputs.chains)
         elif self.encoder.token_dropout:
-            check_not_all_masked(count_tokens(ids, mask, self.encoder.config.mask_token_id))
+            check_not_all_masked(count_tokens(ids, mask, self.encoder.mask_token_id))
         self._pack_rows(plan, inputs.row_lengths)
         return plan
 
@@ -143,7 +143,7 @@ class Executor:
         past_mask, new_mask = split_attention_mask(cache, ids, attention_mask, index)
         counts = inputs.token_counts
         if counts is None and self.encoder.token_dropout:
-            mask_id = self.encoder.config.mask_token_id
+            mask_id = self.encoder.mask_token_id
             counts = count_tokens_with_past(cache, past_mask, ids, new_mask, mask_id, index)
         plan = self._new_plan(inputs)
         if positions is None:
@@ -390,7 +390,7 @@ class Executor:
             return None
         if inputs.token_counts is None:
             mask = token_mask(ids, inputs.attention_mask)
-            inputs = replace(inputs, token_counts=count_tokens(ids, mask, self.encoder.config.mask_token_id))
+            inputs = replace(inputs, token_counts=count_tokens(ids, mask, self.encoder.mask_token_id))
         replayed = self.graphs.prefill(Caller(self, addresses), cache, inputs)
         if replayed is None:
             return None
@@ -423,7 +423,7 @@ class Executor:
         """
         columns = cache.lengths[:, None] + torch.arange(kind.tokens, device=cache.device)
         input_ids = cache.token_ids.gather(1, columns).long()
-        input_ids[:, -1].fill_(self.encoder.config.mask_token_id)
+        input_ids[:, -1].fill_(self.encoder.mask_token_id)
         plan = self._new_plan(ForwardInputs(input_ids, options={"return_dict": True}))
         plan.reads_context = True
         plan.positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()

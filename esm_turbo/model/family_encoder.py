@@ -67,6 +67,12 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         return False
 
     @property
+    def mask_token_id(self) -> int:
+        """Id of `<mask>` as the embeddings count it."""
+        token: int = self.config.mask_token_id
+        return token
+
+    @property
     @abstractmethod
     def special_ids(self) -> tuple[int, int]:
         """Ids of `<cls>` and `<eos>`."""
