@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -104,6 +105,30 @@ def test_a_model_as_published_runs_known_code(family: str) -> None:
     model = MODELS[family]()
     assert largest_difference(model) < 1e-4
     assert model.base_model.executor.runs_known_code()
+
+
+def _exchanged(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[1], layers[0]]
+
+
+def _shared(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[0], layers[0]]
+
+
+def _copied(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[0], copy.deepcopy(layers[0])]
+
+
+@pytest.mark.parametrize(("family", "layers"), [("ESM-2", "esm.encoder.layer"), ("ESM-C", "esmc.layers")])
+@pytest.mark.parametrize("change", [_exchanged, _shared, _copied])
+def test_layers_in_the_place_of_others_have_no_contexts(
+    family: str, layers: str, change: Callable[[nn.ModuleList], list[nn.Module]]
+) -> None:
+    model = MODELS[family]()
+    given = model.get_submodule(layers)
+    given[0], given[1] = change(given)
+    with pytest.raises(ValueError, match="layer_idx changes the attention of the model"):
+        largest_difference(model)
 
 
 @pytest.mark.parametrize("changed", ["config", "base_model.embeddings"])

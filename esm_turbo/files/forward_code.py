@@ -259,6 +259,15 @@ def _changed_option(named: Sequence[tuple[str, nn.Module]]) -> str:
     return ""
 
 
+def misplaced_layer(model: nn.Module) -> str:
+    """The first attention whose `layer_idx` is not its place in the model; empty for none.
+
+    Layers that were exchanged, or stand in a model twice, would read and write the contexts of another layer.
+    """
+    layers = [(n, m.layer_idx) for n, m in model.named_modules(remove_duplicate=False) if "layer_idx" in vars(m)]
+    return next((f"{name}.layer_idx" for place, (name, own) in enumerate(layers) if own != place), "")
+
+
 def _runs(one: type) -> bool:
     return issubclass(one, nn.Module) or one.__module__.startswith(_OWN)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes
+from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes, misplaced_layer
 from esm_turbo.files.model_contents import (
     MODEL_ID,
     containers,
@@ -350,8 +350,8 @@ class _Seen:
         self.sample = self._sample()
         self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
-        self.names, self.attention = _digest(sorted(code.names)), code.attention
-        self.is_plain = not (code.foreign or code.replaces or code.attention)
+        self.names, self.attention = _digest(sorted(code.names)), code.attention or misplaced_layer(model)
+        self.is_plain = not (code.foreign or code.replaces or self.attention)
         self.described = {
             "weights": tensors_digest(tensors.items()),
             "options": _digest(options(model.config, named)),
