@@ -19,7 +19,8 @@ from benchmarks.harness.measure import Case, Check, Figures, Target, largest_dif
 from benchmarks.harness.models import Architecture, described, random_models
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.proteins.fasta import STANDARD_RESIDUES, token_batches
+from esm_turbo.proteins.batches import token_batches
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 
 THEIRS = "Hugging Face's model"
 # Hidden states after the last layer norm are of size one; bfloat16 has eight bits.

@@ -16,7 +16,7 @@ from benchmarks.harness.models import Architecture, masked_lm, turbo_of
 from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.proteins.batches import token_batches
 
 TOKS_PER_BATCH = 4096
 DEFAULT_BATCH = 8

@@ -17,7 +17,7 @@ from torch import Tensor
 from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
 from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
-from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.proteins.batches import token_batches
 from esm_turbo.proteins.homologs import SEPARATOR
 from esm_turbo.tasks.common.forwards import FROZEN
 

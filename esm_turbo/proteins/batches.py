@@ -1,4 +1,4 @@
-"""Batches of proteins: encoded once at one byte per token, bounded in size, reproducible after an interruption."""
+"""Batches of rows: encoded once at one byte per token, bounded in size, reproducible after an interruption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import token_batches
 from esm_turbo.proteins.tokens import TokenCodes
 
 TokenRow = npt.NDArray[np.uint8]
@@ -30,6 +29,37 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
         np.array([*begin, *codes.encode(sequence, f"sequence {number}"), *end], dtype=np.uint8)
         for number, sequence in enumerate(sequences, start=1)
     ]
+
+
+def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]]:
+    """Group sequences of similar length into padded batches of a bounded number of tokens.
+
+    Args:
+        lengths: Tokens per sequence, including special tokens if the budget should count them.
+        toks_per_batch: Maximum padded size of a batch in tokens: its longest sequence times its number of sequences. A
+            longer sequence forms a batch of its own.
+
+    Returns:
+        Indices into `lengths`, each exactly once, from the shortest sequence to the longest; equal lengths keep their
+        order.
+
+    Raises:
+        ValueError: `toks_per_batch` is below 1, or a length is negative.
+    """
+    if toks_per_batch < 1:
+        raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"`lengths` must not be negative, got {min(lengths)}")
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and lengths[index] * (len(batch) + 1) > toks_per_batch:
+            batches.append(batch)
+            batch = []
+        batch.append(index)
+    if batch:
+        batches.append(batch)
+    return batches
 
 
 def remaining_batches(lengths: Sequence[int], toks_per_batch: int, done: Container[int] = ()) -> list[list[int]]:

@@ -256,37 +256,6 @@ def uniprot_parts(identifier: str) -> tuple[str, ...]:
     return match.groups() if match else ()
 
 
-def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]]:
-    """Group sequences of similar length into padded batches of a bounded number of tokens.
-
-    Args:
-        lengths: Tokens per sequence, including special tokens if the budget should count them.
-        toks_per_batch: Maximum padded size of a batch in tokens: its longest sequence times its number of sequences. A
-            longer sequence forms a batch of its own.
-
-    Returns:
-        Indices into `lengths`, each exactly once, from the shortest sequence to the longest; equal lengths keep their
-        order.
-
-    Raises:
-        ValueError: `toks_per_batch` is below 1, or a length is negative.
-    """
-    if toks_per_batch < 1:
-        raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"`lengths` must not be negative, got {min(lengths)}")
-    batches: list[list[int]] = []
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and lengths[index] * (len(batch) + 1) > toks_per_batch:
-            batches.append(batch)
-            batch = []
-        batch.append(index)
-    if batch:
-        batches.append(batch)
-    return batches
-
-
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """SHA-256 digest of a file, in hexadecimal."""
     with open(path, "rb") as file:

@@ -151,7 +151,7 @@ class Engine:
             self._turns.add(job)
             self._changed.notify()
 
-    def discard(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Take a job out of the queue, since nobody waits for it any more; if it runs, its next piece does not."""
         job.future.cancel()
         with self._changed:

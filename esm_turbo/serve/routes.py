@@ -219,7 +219,7 @@ async def _finished(service: Service, request: Request, engine: Engine, job: Job
     finally:
         gone.cancel()
         if not future.done():
-            engine.discard(job)
+            engine.cancel(job)
 
 
 class _Stream(StreamingResponse):
@@ -234,7 +234,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(*arguments)
         finally:
-            self._engine.discard(self._job)
+            self._engine.cancel(self._job)
 
 
 async def _lines(service: Service, job: Job, render: Render, end: float) -> AsyncIterator[bytes]:
@@ -258,7 +258,7 @@ async def _lines(service: Service, job: Job, render: Render, end: float) -> Asyn
         yield json.dumps({"error": error.to_dict()}).encode() + b"\n"
     finally:
         if not future.done():
-            service.engine.discard(job)
+            service.engine.cancel(job)
 
 
 def _json(render: Render, result: Any) -> bytes:

@@ -15,8 +15,8 @@ from transformers import EsmConfig, EsmTokenizer
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.proteins.batches import encode_rows, remaining_batches
-from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord, token_batches
+from esm_turbo.proteins.batches import encode_rows, remaining_batches, token_batches
+from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord
 from esm_turbo.proteins.tokens import TokenCodes
 
 

@@ -157,7 +157,7 @@ def test_a_batch_takes_a_second_at_the_speed_of_its_kind(engine, batches):
 
 def test_a_job_that_nobody_waits_for_runs_no_more_pieces(engine, batches):
     job = hold(engine, batches, rows=1000)
-    engine.discard(job)
+    engine.cancel(job)
     assert (engine.jobs, engine.running) == (0, 1)
     other = Rows("other", 3)
     engine.submit(other)
@@ -230,7 +230,7 @@ def test_what_failed_is_freed_before_its_jobs_run_alone(engine, batches, monkeyp
     assert alive[:2] == [[], [False]]
 
 
-def test_a_full_queue_refuses_and_a_discarded_job_frees_its_place(engine, batches):
+def test_a_full_queue_refuses_and_a_cancelled_job_frees_its_place(engine, batches):
     first = hold(engine, batches)
     jobs = [Rows(str(number), 1) for number in range(5)]
     for job in jobs:
@@ -244,8 +244,8 @@ def test_a_full_queue_refuses_and_a_discarded_job_frees_its_place(engine, batche
         engine.submit(job)
     with pytest.raises(RequestError, match="12 requests are waiting"):
         engine.submit(Rows("late", 1, "third"))
-    engine.discard(jobs[2])
-    engine.discard(first)
+    engine.cancel(jobs[2])
+    engine.cancel(first)
     assert engine.jobs == 10
     engine.submit(Rows("in time", 1))
     batches.gate.set()

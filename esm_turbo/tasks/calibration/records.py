@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
-from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
+from esm_turbo.proteins.batches import token_batches
+from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
 from esm_turbo.proteins.homologs import encode_homologs, join_families
 from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.forwards import protein_tokens

@@ -28,7 +28,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import available_bytes, is_out_of_memory
 from esm_turbo.model.plan import FrozenQuery
 from esm_turbo.model.pooled import PooledContexts
-from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.proteins.batches import token_batches
 from esm_turbo.tasks.common.context_sources import HoldingSource, ReadableSource
 from esm_turbo.tasks.common.forwards import log_probabilities, maybe_decode, prefill_rows, should_decode
 from esm_turbo.tasks.common.homologs import freeze_query

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from esm_turbo.model.memory import available_bytes
-from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord, token_batches
+from esm_turbo.proteins.batches import token_batches
+from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord
 from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
