@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esm_turbo.proteins.batches import token_batches
 from esm_turbo.proteins.fasta import (
     RESIDUES,
     BadRecord,
@@ -18,7 +19,6 @@ from esm_turbo.proteins.fasta import (
     read_fasta,
     read_fasta_strict,
     sha256_file,
-    token_batches,
 )
 
 
