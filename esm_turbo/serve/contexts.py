@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.context_store import ContextStore, context_key
@@ -28,17 +28,8 @@ if TYPE_CHECKING:
 
 # Bytes of sequences whose keys are known without reading a file.
 _KNOWN = 32 << 20
-
-
-class _Sequence(NamedTuple):
-    """The residues of a context; homologs are separated by commas."""
-
-    text: str
-
-    @property
-    def nbytes(self) -> int:
-        """About, with its key."""
-        return len(self.text) + 256
+# Of a key, about.
+_KEY = 256
 
 
 class Contexts:
@@ -63,7 +54,7 @@ class Contexts:
         self.resident = Tier[Hashable, TurboKVCache](budget)
         self._decoded: OrderedDict[Hashable, TurboKVCache] = OrderedDict()
         self._most_decoded = decoded
-        self._sequences = Tier[str, _Sequence](_KNOWN)
+        self._sequences = Tier[str, str](_KNOWN)
         self._mutex = threading.Lock()
 
     def sequence(self, key: str, field: Sequence[str | int] = ("path", "id")) -> str:
@@ -79,7 +70,7 @@ class Contexts:
         with self._mutex:
             known = self._sequences.get(key)
         if known is not None:
-            return known.text
+            return known
         cache = self.store.load(self.turbo, key)
         sequence = None if cache is None else self._sequence_of(cache)
         # Other commands also store contexts of parts of sequences.
@@ -139,7 +130,7 @@ class Contexts:
         context = self.resident.get(key)
         if context is None:
             context = compute()
-            self.resident.put(key, context)
+            self.resident.put(key, context, context.nbytes)
         if not read_by or (decoded := maybe_decode(self.turbo, context, read_by)) is context:
             return context
         self._decoded[key] = decoded
@@ -160,4 +151,4 @@ class Contexts:
 
     def _remember(self, key: str, sequence: str) -> None:
         with self._mutex:
-            self._sequences.put(key, _Sequence(sequence))
+            self._sequences.put(key, sequence, len(sequence) + _KEY)

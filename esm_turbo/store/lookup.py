@@ -135,7 +135,7 @@ class Lookup:
         """Keeps a context on the host and on the device, and returns it on the device."""
         if self._host.fits(context.nbytes):
             in_memory = context.in_memory(pinned=device.type == "cuda")
-            self._host.put(entry, in_memory)
+            self._host.put(entry, in_memory, in_memory.nbytes)
             if context.device != device:
                 context = in_memory
         return self._keep_on_device(entry, context, device)

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Generic, Protocol, TypeVar
-
-
-class Sized(Protocol):
-    """An object of known, constant size in memory."""
-
-    @property
-    def nbytes(self) -> int: ...
-
+from typing import Any, Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-ContextT = TypeVar("ContextT", bound=Sized)
+ContextT = TypeVar("ContextT")
 
 
 class Tier(Generic[KeyT, ContextT]):
@@ -53,11 +45,10 @@ class Tier(Generic[KeyT, ContextT]):
         self._contexts.move_to_end(key)
         return self._contexts[key][0]
 
-    def put(self, key: KeyT, context: ContextT) -> None:
-        """Keeps a context unless it exceeds the budget, and evicts others to make room."""
+    def put(self, key: KeyT, context: ContextT, nbytes: int) -> None:
+        """Keep a context of `nbytes` unless it exceeds the budget, and evict others to make room."""
         if key in self._contexts:
             self.nbytes -= self._contexts.pop(key)[1]
-        nbytes = context.nbytes
         if not self.fits(nbytes):
             return
         self._contexts[key] = context, nbytes
