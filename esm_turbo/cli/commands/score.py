@@ -116,10 +116,15 @@ def score(
         read, bad_candidates = read_candidates(candidates, named, **asdict(letters))
     if screen.pairs == "all":
         # A candidate of several rows is the same on all targets.
-        read = list({one.sequence: replace(one, target=None) for one in reversed(read)}.values())[::-1]
+        once = {(one.name, one.sequence): replace(one, target=None) for one in reversed(read)}
+        if len(once) < len(read):
+            say(f"of {counted(len(read), 'row')}, {len(read) - len(once):,} repeat a candidate: its first row stands")
+        read = list(once.values())[::-1]
     check_usable(candidates, read, bad_candidates)
     _mention_unknown(read, screen.unknown_residues)
-    per_candidate = sum(len(good) if one.target is None else 1 for one in read) // len({one.sequence for one in read})
+    distinct = {(one.sequence, one.target) for one in read}
+    pairs = sum(len(good) if target is None else 1 for _, target in distinct)
+    per_candidate = pairs // len({one.sequence for one in read})
     background, contexts = read_background(screen.background, letters, per_candidate)
     if contexts:
         times = 1 + len(contexts) / per_candidate

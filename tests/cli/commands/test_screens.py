@@ -144,6 +144,14 @@ def test_a_table_of_targets_and_binders_works_alone(esm_shared, write, tmp_path)
     ]  # fmt: skip
 
 
+def test_on_all_targets_a_candidate_that_is_repeated_counts_once(esm_shared, write, tmp_path):
+    target, out = write("target.fasta", f">one\n{TARGETS['one']}\n"), tmp_path / "scores.csv"
+    table = write("candidates.csv", "id,sequence,note\na,ACDEF,1\nb,WTC,2\ncopy,ACDEF,3\na,ACDEF,4\n")
+    code, _, err = esm_shared("score", target, table, "--pairs", "all", "--out", out)
+    assert code == 0 and "of 4 rows, 1 repeat a candidate: its first row stands" in err
+    assert sorted((row["candidate"], row["note"]) for row in rows_of(out)) == [("a", "1"), ("b", "2"), ("copy", "3")]
+
+
 @pytest.mark.parametrize("sort_by", ["likelihood", "specificity"])
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_merged_shards_equal_one_run(esm_shared, targets, candidates, tmp_path, sort_by, suffix):
