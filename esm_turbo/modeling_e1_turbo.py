@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MaskedLMOutpu
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedModel
+from esm_turbo.model.chains import check_chains
 from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.e1_layers import (
     GLOBAL,
@@ -202,34 +203,49 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             input_ids: token ids, int64 or int32 [batch, n]; every sequence begins with `<bos>`.
             attention_mask: see `CachedModel.forward`.
             position_ids: global positions, [batch, n] or [1, n]; by default 0, 1, 2, ... or each row's next ones.
-            sequence_id: number of each token's sequence, integers [batch, n], -1 for padding; by default counted by
-                `<bos>`, for which a device must be waited for. New tokens are the sequence after the context's last.
+            sequence_id: number of each token's sequence, integers [batch, n], -1 for padding, which `attention_mask`
+                may hide as well; by default counted by `<bos>`, for which a device must be waited for. Only without a
+                context: new tokens are the sequence after its last.
             past_key_values: see `CachedModel.forward`.
             **kwargs: of `CachedModel.forward`.
 
         Raises:
-            ValueError: new tokens after a context are of several sequences (on the CPU only), or rows of several
-                sequences have padding before or between them; see also `CachedModel.forward`.
+            ValueError: new tokens after a context are of several sequences (on the CPU only) or have a `sequence_id`,
+                it is of another shape or no integers, or rows of several sequences have padding before or between them;
+                see also `CachedModel.forward`.
         """
         extends = isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size > 0
+        if sequence_id is not None:
+            if extends:
+                raise ValueError(
+                    "new tokens after a context are the sequence after its last: give no `sequence_id`, and an"
+                    " `attention_mask` where they are padded"
+                )
+            if input_ids is None:
+                raise ValueError("`sequence_id` needs `input_ids`")
+            check_chains(sequence_id, [(input_ids.shape[0], input_ids.shape[-1])])
         if input_ids is not None and input_ids.dim() == 2 and not (extends and input_ids.device.type != "cpu"):
-            begins = input_ids[:, 1:] == self.config.bos_token_id
-            if attention_mask is not None and attention_mask.shape == input_ids.shape:
-                begins = begins & (attention_mask[:, 1:] != 0)
-            several = bool(begins.any()) if sequence_id is None else bool((sequence_id > 0).any())
-            if several and extends:
-                raise ValueError("new tokens after a context must be one sequence per row: `<bos>` occurs within them")
-            if several and sequence_id is None:
-                sequence_id = number_sequences(input_ids, self.config.bos_token_id)
-                if attention_mask is not None:
-                    sequence_id = torch.where(attention_mask != 0, sequence_id, -1)
-            if several:
-                assert sequence_id is not None
-                if bool(has_gaps(sequence_id >= 0).any()):
+            mask = None if attention_mask is None or attention_mask.shape != input_ids.shape else attention_mask != 0
+            if sequence_id is None:
+                begins = input_ids[:, 1:] == self.config.bos_token_id
+                if bool((begins if mask is None else begins & mask[:, 1:]).any()):
+                    if extends:
+                        raise ValueError(
+                            "new tokens after a context must be one sequence per row: `<bos>` occurs within them"
+                        )
+                    sequence_id = number_sequences(input_ids, self.config.bos_token_id)
+            if sequence_id is not None:
+                if mask is not None:
+                    sequence_id = torch.where(mask, sequence_id, -1)
+                if attention_mask is None or mask is not None:
+                    attention_mask = (sequence_id >= 0).long()
+                if not bool((sequence_id > 0).any()):
+                    sequence_id = None
+                elif bool(has_gaps(sequence_id >= 0).any()):
                     raise ValueError(
                         "rows of several sequences must begin with `<bos>`, and be padded on the right and nowhere else"
                     )
-            kwargs["chains"] = sequence_id if several else None
+            kwargs["chains"] = sequence_id
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
             input_ids, attention_mask, position_ids, past_key_values=past_key_values, **kwargs
         )

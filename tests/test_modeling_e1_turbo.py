@@ -75,6 +75,26 @@ def test_rows_of_several_sequences_are_padded_on_the_right_only(e1: TurboEsm, hi
             e1.model(ids, **given)
 
 
+@pytest.mark.parametrize("lengths", [[20], [20, 31]])
+@torch.no_grad()
+def test_padding_is_named_by_the_mask_or_by_numbers(e1: TurboEsm, lengths: list[int]) -> None:
+    row, query = random_row(lengths, 0)[0], random_row([12], 1)
+    alone, after = e1.model(row[None]), e1.model(torch.cat([row, query[0]])[None]).logits[:, len(row) :]
+    ids = torch.cat([row, torch.zeros(6, dtype=torch.int64)])[None]
+    numbers, mask = (ids == 1).cumsum(1) - 1, (torch.arange(ids.shape[1]) < len(row)).long()[None]
+    padded = numbers.masked_fill(mask == 0, -1)
+    for given in ({"sequence_id": padded}, {"sequence_id": numbers, "attention_mask": mask}, {"attention_mask": mask}):
+        output = e1.model(ids, **given, use_cache=True)
+        torch.testing.assert_close(output.logits[:, : len(row)], alone.logits, rtol=0, atol=1e-4)
+        assert output.past_key_values.lengths.tolist() == [len(row)]
+        found = e1.model(query, past_key_values=output.past_key_values).logits
+        torch.testing.assert_close(found, after, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="the sequence after its last: give no `sequence_id`"):
+        e1.model(query, sequence_id=torch.zeros_like(query), past_key_values=output.past_key_values)
+    with pytest.raises(ValueError, match="`sequence_id` must be"):
+        e1.model(ids, sequence_id=numbers[:, :3])
+
+
 def test_the_tokenizer_is_that_of_the_family(e1: TurboEsm) -> None:
     turbo = TurboEsm.from_pretrained(device="cpu")
     with pytest.raises(ValueError, match="is not E1's: token 0 is '<cls>', not '<pad>'"):
