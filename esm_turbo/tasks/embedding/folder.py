@@ -106,14 +106,6 @@ class FolderWriter:
             self.damaged.append(os.fspath(self.index.path))
         self._labels: dict[str, str] = {}
         self._labels |= {sequence: own[0] for sequence, own in labels.items() if self._is_free(sequence, own)}
-        left = [own[0] for sequence, own in labels.items() if sequence not in self._labels and self._exists(own[0])]
-        if left:
-            _log.warning(
-                "%s: its files named %s are of other sequences, or of another program; %s names those of these",
-                self.folder,
-                listed(left),
-                INDEX_FILE,
-            )
         remove_temporaries(self.folder)
 
     def _exists(self, name: str) -> bool:
@@ -165,6 +157,17 @@ class FolderWriter:
         self.commit()
         with file_errors(self.index.path):
             self.index.sort([record.id for record in records])
+        if "names" not in self._settings:
+            return
+        there, own = set(os.listdir(self.folder)), {identifier: files for identifier, _, *files in self.index.rows}
+        names = ((record.id, f"{record.id}{suffix}") for record in records for suffix in self.parts.suffixes)
+        if left := [identifier for identifier, name in names if name in there and name not in own[identifier]]:
+            _log.warning(
+                "%s: its files named %s are of other sequences, or of another program; %s names those of these",
+                self.folder,
+                listed(list(dict.fromkeys(left))),
+                INDEX_FILE,
+            )
 
     def _files(self, sequence: str) -> dict[str, str]:
         """Names of the files of a sequence, by suffix."""

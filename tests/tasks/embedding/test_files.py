@@ -284,6 +284,8 @@ def test_a_folder_whose_settings_lost_its_names_is_refused(run, tmp_path):
     [
         # The identifier names another protein now; its twin still has the old one.
         (["one MKTAYIAK", "twin MKTAYIAK"], ["one GSGSG"], {"twin": "one", "one": "GSGSG"}),
+        # It names another protein whose first identifier is no name of a file.
+        (["one MKTAYIAK"], ["dom/1 GSGSG", "one GSGSG"], {"dom/1": "GSGSG", "one": "GSGSG"}),
         # Names that only differ in case may be the same file.
         (["Same MKTAYIAK"], ["same GSGSG"], {"Same": "Same", "same": "GSGSG"}),
         # A label that is the hash of another sequence, whose own is not safe; in one run, and in a later one.
@@ -303,7 +305,7 @@ def test_a_label_never_takes_a_file_that_others_use(run, tmp_path, computed, cap
     assert {path: path.read_bytes() for path in before} == before
     assert sum(map(len, computed)) == len({text.split()[1] for text in [*first, *later]})
     # Names that only differ in case depend on the system.
-    assert "twin" not in expected or "its files named 'one' are of other sequences" in caplog.text
+    assert "one" not in expected or "its files named 'one' are of other sequences" in caplog.text
     # Where it is no label, the expected name is the hash of the sequence.
     names = {one: label if label in ("one", "Same") else sequence_hash(label) for one, label in expected.items()}
     assert {row[0]: row[2] for row in index_rows(out)} == {one: f"{name}.pt" for one, name in names.items()}
