@@ -6,7 +6,7 @@ loaded. `TurboEsm` adds loading and one method per task.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -398,6 +398,21 @@ class ContextModel:
         return _NewRows(input_ids, mask, positions, first, lengths - first, torch.tensor(ends)[:, None])
 
 
+def items_of(given: Iterable[Any], noun: str) -> list[Any]:
+    """The items of a list, or of what else has items in an order.
+
+    Args:
+        given: the items.
+        noun: what one of them is; the error names the argument by its plural.
+
+    Raises:
+        TypeError: it is a mapping or a table, whose items are keys or names of columns.
+    """
+    if isinstance(given, Mapping) or hasattr(given, "columns"):
+        raise TypeError(f"`{noun}s` must be a list, got {type(given).__name__}; give its values, or one of its columns")
+    return list(given)
+
+
 def as_list(items: Sequences, noun: str = "sequence") -> list[str]:
     """One string or several as a list; of records, their sequences.
 
@@ -407,9 +422,9 @@ def as_list(items: Sequences, noun: str = "sequence") -> list[str]:
 
     Raises:
         ValueError: there are none.
-        TypeError: one is something else.
+        TypeError: one is something else, or they are no list, see `items_of`.
     """
-    given: list[Any] = [items] if isinstance(items, str | ProteinRecord) else list(items)
+    given = [items] if isinstance(items, str | ProteinRecord) else items_of(items, noun)
     if not given:
         raise ValueError(f"`{noun}s` must hold at least one {noun}")
     for number, item in enumerate(given, 1):
@@ -423,13 +438,13 @@ def totals_per_row(name: str, given: int | Sequence[int] | None, own: list[int])
     """Totals of each row for token dropout, see `ContextModel.prefill`.
 
     Raises:
-        ValueError: a total is smaller than the context's own count, or their number is wrong.
+        ValueError: a total is smaller than the context's own count or no integer, or their number is wrong.
     """
     if given is None:
         return own
-    tensor = torch.as_tensor(given, dtype=torch.int64)
-    if tensor.shape not in ((), (len(own),)):
-        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {given}")
+    tensor = torch.as_tensor(given)
+    if tensor.shape not in ((), (len(own),)) or tensor.is_floating_point():
+        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), integers, got {given}")
     totals: list[int] = tensor.expand(len(own)).tolist()
     if any(total < count for total, count in zip(totals, own, strict=True)):
         raise ValueError(f"`{name}` must be at least the context's own {own}, got {totals}")

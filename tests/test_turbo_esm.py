@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -231,6 +232,15 @@ def test_records_stand_for_their_sequences(turbo: TurboEsm, tmp_path: Path) -> N
         assert store.add(turbo, [sequence]) == 0
     with pytest.raises(TypeError, match="sequence 1: a sequence must be a string"):
         turbo.embed([7])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("call", ["embed", "prefill", "generate", "score", "score_pairs", "score_many_variants"])
+def test_keys_and_names_of_columns_are_not_residues(turbo: TurboEsm, call: str) -> None:
+    table = pandas.DataFrame({"ID": ["a"], "SEQVENCE": ["MKTAY"]})
+    for given in ({"KRAS": "MKTAY"}, table):
+        arguments = ("MKTAY", given) if call == "score" else (["MKTAY"], given) if call == "score_pairs" else (given,)
+        with pytest.raises(TypeError, match="give its values, or one of its columns"):
+            getattr(turbo, call)(*arguments)
 
 
 def test_positions_of_a_record_are_those_of_its_header(turbo: TurboEsm) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from esm_turbo.config import TurboConfig
-from esm_turbo.context_model import Contexts, as_list
+from esm_turbo.context_model import Contexts, as_list, items_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.plan import FrozenQuery
 from esm_turbo.proteins.alignments import HomologContext
@@ -134,7 +134,7 @@ def query_contexts(turbo: ContextModel, context: Contexts | None, arm: Arm) -> l
         return []
     if isinstance(context, TurboKVCache):
         return _stored_homologs(turbo, context)
-    drawn = [context] if isinstance(context, str | ProteinRecord | HomologContext) else list(context)
+    drawn = [context] if isinstance(context, str | ProteinRecord | HomologContext) else items_of(context, "context")
     texts = as_list([one.sequence if isinstance(one, HomologContext) else one for one in drawn], "context")
     named = [(one, f"context {number}") for number, one in enumerate(texts, start=1)]
     return [QueryContext(tuple(encode_homologs(turbo.codes, *one, limits)), name=one[1]) for one in named]

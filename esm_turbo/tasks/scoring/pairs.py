@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import Sequences, as_list
+from esm_turbo.context_model import Sequences, as_list, items_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
@@ -353,7 +353,7 @@ def warn_of_pairs(turbo: ContextModel, pairs: Sequence[TargetPairs], stacklevel:
 
 
 def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]) -> list[TargetPairs]:
-    given = [candidates] if isinstance(candidates, str) else list(candidates)
+    given = [candidates] if isinstance(candidates, str) else items_of(candidates, "candidate")
     if all(isinstance(one, str) for one in given):
         shared = as_list([str(one) for one in given], "candidate")
         return [TargetPairs(target, shared) for target in targets]
@@ -361,7 +361,7 @@ def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence
         raise ValueError(
             f"`candidates` must be residues, or one list of them per target ({len(targets)}), got {len(given)} lists"
         )
-    lists = [[own] if isinstance(own, str) else list(own) for own in given]
+    lists = [[own] if isinstance(own, str) else items_of(own, "candidate") for own in given]
     for number, own in enumerate(lists):
         if not own:
             raise ValueError(f"`candidates` must hold at least one candidate of each target, target {number} has none")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import Contexts, as_list
+from esm_turbo.context_model import Contexts, as_list, items_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
@@ -251,9 +251,9 @@ def score_many_variants(
     Raises:
         ValueError: there are no proteins, not as many lists as proteins, or an option is invalid.
     """
-    given = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
+    given = [wild_types] if isinstance(wild_types, str | ProteinRecord) else items_of(wild_types, "wild_type")
     sequences = as_list(given, "wild_type")
-    lists: list[Sequence[str] | None] = [None] * len(given) if variants is None else list(variants)
+    lists: list[Sequence[str] | None] = [None] * len(given) if variants is None else items_of(variants, "variant")
     if isinstance(variants, str) or len(lists) != len(given):
         got = repr(variants) if isinstance(variants, str) else len(lists)
         raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {got}")
