@@ -44,6 +44,24 @@ def small(family: str) -> Iterator[TurboEsm]:
         yield TurboEsm.from_pretrained(FOLDERS[family], device="cpu")
 
 
+def test_a_break_between_chains_is_no_residue(tmp_path: Path) -> None:
+    """It is in no mean: of embeddings, of windows, and of a candidate's likelihood."""
+    turbo = TurboEsm.from_pretrained(ESMC_MINI, device="cpu", preset="exact")
+    whole = TARGET[:20] + "|" + TARGET[20:]
+    [one] = turbo.embed(whole, include=["mean", "per_tok"])
+    [layer] = one.representations
+    of_residues = torch.cat([one.representations[layer][:20], one.representations[layer][21:]])
+    torch.testing.assert_close(one.mean_representations[layer], of_residues.mean(0))
+    [windows] = turbo.embed(whole, include=["mean", "per_tok"], window=24, overlap=8)
+    kept = torch.cat([windows.representations[layer][:20], windows.representations[layer][21:]])
+    torch.testing.assert_close(windows.mean_representations[layer], kept.mean(0), rtol=1e-4, atol=1e-5)
+    [scored] = turbo.score(TARGET, ["|ACD"], unknown_residues="score").scores
+    assert scored.scored == 3 and len(scored.log_probabilities) == 4
+    assert scored.pseudo_log_likelihood == pytest.approx(sum(scored.log_probabilities[1:]))
+    with pytest.raises(ValueError, match=r"candidate 1: '\|' has no residue"):
+        turbo.score(TARGET, ["|"])
+
+
 @torch.no_grad()
 def test_extensions_are_near_the_full_run(small: TurboEsm) -> None:
     new = "SAKTVLP"

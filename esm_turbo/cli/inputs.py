@@ -270,8 +270,12 @@ def opened_store(folder: Path | None, turbo: TurboEsm, *, alone: bool = True) ->
         held, added = after["contexts"], after["contexts"] - before["contexts"]
         say(f"{folder}: {counted(held, 'context')}, {added:,} computed and added")
         return
-    looked_up, missed = (after["usage"][name] - before["usage"][name] for name in ("looked_up", "missed"))
-    say(f"{folder}: {counted(looked_up - missed, 'context')} found, {missed:,} computed and added")
+    names = ("looked_up", "missed", "damaged")
+    looked_up, missed, damaged = (after["usage"][name] - before["usage"][name] for name in names)
+    added = after["contexts"] - before["contexts"] + damaged
+    # Where its disk is full, a store takes no more.
+    computed = f"{missed:,} computed and added" if added >= missed else f"{missed:,} computed, {added:,} added"
+    say(f"{folder}: {counted(looked_up - missed, 'context')} found, {computed}")
 
 
 @contextlib.contextmanager

@@ -111,7 +111,6 @@ def conclude(
     listed = [(path, [*unread, *run.failed]), *others]
     failed = [one for _, own in listed for one in own]
     sharding.finish(used, failed)
-    save_plot(plot, run, used)
     for source, own in listed:
         if source is not None:
             list_bad(source, own)
@@ -122,4 +121,5 @@ def conclude(
     }
     rows = sum(1 for one in run.results for _ in one.given())
     show(*report, *outcome(rows, noun, sharding.out, failed), to_json=json, result=result)
+    save_plot(plot, run, used)
     return sharding.exit_code(failed)

@@ -23,7 +23,7 @@ from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.growth import Growth, StepKind
-from esm_turbo.model.inputs import check_inputs
+from esm_turbo.model.inputs import check_counts, check_inputs
 from esm_turbo.model.plain import is_unhooked
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops.backends import KVBackend
@@ -197,6 +197,8 @@ class CachedModel(CacheMethods, FamilyEncoder):
             if input_ids is None or inputs_embeds is not None:
                 raise ValueError("a forward with a cache needs `input_ids`")
             check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size)
+        if token_counts is not None and input_ids is not None:
+            check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:
             raise ValueError("`context_index` needs `past_key_values` with contexts")
         inputs = ForwardInputs(

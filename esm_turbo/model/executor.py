@@ -196,10 +196,9 @@ class Executor:
             ValueError: the inputs contradict each other or the cache, or the cache is another model's.
         """
         if cache is not None:
-            if cache.batch_size and inputs.options.get("output_attentions"):
-                raise ValueError(
-                    "`output_attentions` is not available for an extension: its scores are never materialised"
-                )
+            for name in ("output_attentions", "is_causal") if cache.batch_size else ():
+                if inputs.options.get(name):
+                    raise ValueError(f"`{name}` is not available for an extension, which attends in its own way")
             self.kv.claim(cache)
             assert cache.codec is not None
             self.kv.compile_ahead(cache.codec)

@@ -141,6 +141,23 @@ def count_tokens_with_past(
     return tokens + seen.sum(1), masks + masked.sum(1)
 
 
+def check_counts(counts: tuple[Tensor, Tensor], batch_size: int) -> None:
+    """Check the counts of a larger input; their values on the CPU only.
+
+    Raises:
+        ValueError: they are not integers [batch], or there are fewer tokens than masks, or negative numbers.
+    """
+    for count in counts:
+        if count.shape != (batch_size,) or count.is_floating_point() or count.dtype == torch.bool:
+            found = f"{count.dtype} {list(count.shape)}"
+            raise ValueError(f"`token_counts` must be two tensors of integers [batch] = [{batch_size}], got {found}")
+    tokens, masks = counts
+    if tokens.device.type == masks.device.type == "cpu" and bool(((masks < 0) | (tokens < masks)).any()):
+        raise ValueError(
+            f"`token_counts` must be tokens, and masks among them, got {tokens.tolist()}, {masks.tolist()}"
+        )
+
+
 def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
     """Check that token dropout has a scale for every row (counts on the CPU only).
 

@@ -160,6 +160,12 @@ class TokenCodes:
             letters[self.chain_break] = CHAIN_BREAK
         return "".join(letters[index] for index in token_ids)
 
+    def residues_among(self, tokens: TokenIds) -> slice | list[int]:
+        """Index of the residues among tokens between `<cls>` and `<eos>`: all, but for breaks between chains."""
+        if self.chain_break is None or self.chain_break not in tokens:
+            return slice(None)
+        return [index for index, token in enumerate(tokens) if token != self.chain_break]
+
     def present(self, rows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[list[int]] | None]:
         """Rows without the residues that contexts leave out, and the positions of the others; None for 0, 1, 2, ..."""
         if self.unknown is None or not any(self.unknown in row for row in rows):

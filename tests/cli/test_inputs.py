@@ -367,6 +367,28 @@ def test_a_full_disk_does_not_lose_results(esm_shared, write, tmp_path, monkeypa
     assert not path.exists()
 
 
+@pytest.mark.parametrize("command", ["binders", "generate", "score", "variants"])
+def test_a_full_disk_of_the_picture_loses_nothing_else(esm_shared, write, tmp_path, monkeypatch, command):
+    protein = write("protein.fasta", ">=a\nMKTAYIAKQR\n")
+    arguments = {
+        "binders": [protein, "--length", "3"],
+        "generate": [protein, "--max-new-tokens", "2"],
+        "score": [protein, write("candidates.csv", "sequence\nACDEF\nWTC\n")],
+        "variants": [protein, "--method", "wild_type"],
+    }[command]
+    found, plot, replace = tmp_path / "found.json", tmp_path / "found.html", os.replace
+
+    def full_for_pictures(source, target, **options):
+        if os.fspath(target).endswith("html"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "replace", full_for_pictures)
+    result = esm_shared(command, *arguments, "--json", found, "--plot", plot)
+    assert (result.code, result.error) == (1, f"{plot}: cannot be written (No space left on device)")
+    assert result.out and json.loads(found.read_text()) and not plot.exists()
+
+
 DEMONSTRATION = (
     "esm2-mini is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2,"
     " ESM-C or E1, such as --model facebook/esm2_t33_650M_UR50D"

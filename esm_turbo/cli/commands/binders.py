@@ -176,7 +176,6 @@ def binders(
         settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
         metadata = run_metadata(used, settings | compared_with | {"sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
-    save_plot(plot, found, used)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     written = sum(len(one.binders) for one in found.values())
@@ -186,4 +185,5 @@ def binders(
         to_json=json,
         result={"run": used.to_dict() | compared_with, "results": results, "failed": failures(bad)},
     )
+    save_plot(plot, found, used)
     return 1 if bad else 0

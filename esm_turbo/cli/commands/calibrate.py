@@ -92,7 +92,6 @@ def calibrate(
         )
     with working("writing"):
         calibration.save(out)
-    save_plot(plot, calibration)
     result = {
         "out": os.fspath(out),
         "provenance": calibration.provenance,
@@ -100,3 +99,4 @@ def calibrate(
         "bytes": os.path.getsize(out),
     }
     show(*calibration_report(result, calibration.geometry), to_json=json, result=result)
+    save_plot(plot, calibration)

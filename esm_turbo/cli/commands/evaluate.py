@@ -74,5 +74,5 @@ def evaluate(
             reference=reference,
             progress=progress,
         )
-    save_plot(plot, result)
     show(result.table(width()), to_json=json, result=result.to_dict())
+    save_plot(plot, result)

@@ -131,7 +131,6 @@ def generate(
     fasta = "".join(one.fasta(used) for one in generated)
     if out is not None:
         save_text(out, fasta)
-    save_plot(plot, generated, used, good)
     result = {
         "run": used.to_dict(),
         "out": None if out is None else os.fspath(out),
@@ -140,4 +139,5 @@ def generate(
     }
     text = fasta.rstrip("\n") if out is None else f"{counted(len(generated), 'sequence')} written to {out}"
     show(text, to_json=json, result=result)
+    save_plot(plot, generated, used, good)
     return 1 if bad else 0

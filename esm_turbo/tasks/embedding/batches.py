@@ -155,6 +155,7 @@ def _embed_batch(
     if "cache" in request.include:
         caches = _caches(turbo, [rows[index] for index in batch], request.store)
     found: dict[str, dict[int, Tensor]] = {}
+    of_residues = [turbo.codes.residues_among(rows[i][first : first + n]) for i, n in zip(batch, lengths, strict=True)]
     if request.include & {"mean", "per_tok", "bos"}:
         tokens = [len(rows[index]) for index in batch]
         for layer, states in _hidden_states(turbo, input_ids, attention_mask, tokens, request.layers, context).items():
@@ -163,7 +164,7 @@ def _embed_batch(
                 # Without padding, and converted on the device, which is fastest.
                 found.setdefault(PER_TOK, {})[layer] = to_host(torch.cat(residues).float())
             if "mean" in request.include:
-                means = torch.stack([x.float().mean(dim=0) for x in residues])
+                means = torch.stack([x[at].float().mean(dim=0) for x, at in zip(residues, of_residues, strict=True)])
                 found.setdefault(MEAN, {})[layer] = to_host(means)
             if "bos" in request.include:
                 found.setdefault(BOS, {})[layer] = to_host(states[:, 0].float())

@@ -211,7 +211,7 @@ def embed_in_windows(
     for first, states, cls_states in iter_windows(turbo, residues, windows, layers):
         for layer, x in states.items():
             part = x.to("cpu", torch.float32)
-            sums[layer] += part.sum(dim=0)
+            sums[layer] += part[turbo.codes.residues_among(residues[first : first + len(part)])].sum(dim=0)
             if per_tok:
                 per_tok[layer][first : first + len(part)] = part
         bos = bos or {layer: x.to("cpu", torch.float32, copy=True) for layer, x in cls_states.items()}
@@ -219,7 +219,8 @@ def embed_in_windows(
     if "per_tok" in include:
         parts["representations"] = per_tok
     if "mean" in include:
-        parts["mean_representations"] = {layer: x / len(residues) for layer, x in sums.items()}
+        count = len(np.arange(len(residues))[turbo.codes.residues_among(residues)])
+        parts["mean_representations"] = {layer: x / count for layer, x in sums.items()}
     if "bos" in include:
         parts["bos_representations"] = bos
     return parts

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import UNKNOWN, ProteinRecord
+from esm_turbo.proteins.fasta import CHAIN_BREAK, UNKNOWN, ProteinRecord
 from esm_turbo.proteins.limits import UntrainedInputWarning
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.forwards import arm_preset, single_row
@@ -58,7 +58,8 @@ class CandidateScore:
 
     Attributes:
         candidate: its residues.
-        log_probabilities: log-probability of each residue while it was masked, natural logarithms.
+        log_probabilities: log-probability of each residue while it was masked, natural logarithms; also of a break
+            between chains, which no figure is of.
         background: its figures in other contexts; None if there are none.
         unknown_residues: whether all figures leave out the residues B, X and Z.
     """
@@ -84,7 +85,8 @@ class CandidateScore:
         if self.scored == len(self.candidate):
             return math.fsum(self.log_probabilities)
         pairs = zip(self.candidate, self.log_probabilities, strict=True)
-        return math.fsum(value for letter, value in pairs if letter not in UNKNOWN)
+        left_out = _left_out(self.unknown_residues)
+        return math.fsum(value for letter, value in pairs if letter not in left_out)
 
     @property
     def mean_log_probability(self) -> float:
@@ -476,7 +478,12 @@ def chosen_again(scores: Sequence[Scores], top: int, sort_by: SortBy, background
 
 def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
     """Number of residues of a candidate that its figures are of."""
-    return len(candidate) - (sum(map(candidate.count, UNKNOWN)) if unknown_residues == "omit" else 0)
+    return len(candidate) - sum(map(candidate.count, _left_out(unknown_residues)))
+
+
+def _left_out(unknown_residues: UnknownResidues) -> str:
+    """Letters whose probabilities no figure is of: a break between chains is no residue."""
+    return CHAIN_BREAK + (UNKNOWN if unknown_residues == "omit" else "")
 
 
 def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:
@@ -520,6 +527,8 @@ def check_candidates(
             raise ValueError(f"{name}: has a space inside; remove it, or give two candidates")
         if codes.mask in (residues := codes.encode(sequence, name)):
             raise ValueError(f"{name}: holds a <mask>, which has no likelihood; give residues only")
+        if not scored_residues(codes.decode(residues), "score"):
+            raise ValueError(f"{name}: {sequence!r} has no residue")
         if not scored_residues(codes.decode(residues), unknown_residues):
             raise ValueError(
                 f"{name}: {sequence!r} holds none but unknown residues (B, X, Z); leave it out, or count them by"
