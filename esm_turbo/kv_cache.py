@@ -224,8 +224,13 @@ class TurboKVCache(CacheStorage):
             keys: after RoPE, [batch, heads, n, head_dim].
             values: of the same tokens, [batch, heads, n, head_dim].
             backend: encodes.
+
+        Raises:
+            ValueError: layers run in another order than their numbers, by which contexts are read.
         """
         assert self.codec is not None
+        if layer_idx != len(append.layers):
+            raise _out_of_order(len(append.layers))
         device = keys.device
         if append.counters is None or append.counters.device != device:
             append.counters = backend.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
@@ -259,7 +264,13 @@ class TurboKVCache(CacheStorage):
         return {name: torch.where(empty.to(x.device), new[name], x) for name, x in old.items()}
 
     def commit(self, append: Append) -> None:
-        """Stores the encoded tokens, each row's after those that it has."""
+        """Stores the encoded tokens, each row's after those that it has.
+
+        Raises:
+            ValueError: some layer did not run.
+        """
+        if len(append.layers) < len(self.layers):
+            raise _out_of_order(len(append.layers))
         if not self.batch_size:
             self._set_tensors(no_tokens(len(append.counts), append.counts.device))
         if append.positions is not None and self.positions is None:
@@ -701,3 +712,10 @@ class TurboKVCache(CacheStorage):
             good &= not codec_class(self.config).layers_alike or layer.packed.keys() == first.packed.keys()
             good &= layer.rows.keys() == first.rows.keys()
         return good and bool(first.packed or not batch_size) and bool(first.protected or not slots)
+
+
+def _out_of_order(place: int) -> ValueError:
+    return ValueError(
+        f"layer {place} did not run in its place: layers were exchanged, left out or run twice, and contexts are read"
+        " by their numbers; use the model without contexts, such as by the arm 'full'"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,28 @@ def test_layers_in_the_place_of_others_have_no_contexts(
     given = model.get_submodule(layers)
     given[0], given[1] = change(given)
     with pytest.raises(ValueError, match="layer_idx changes the attention of the model"):
+        largest_difference(model)
+
+
+def test_a_layer_that_runs_another_is_not_known() -> None:
+    model = MODELS["ESM-2"]()
+    first, second = model.esm.encoder.layer
+    assert largest_difference(model) < 1e-4 and model.esm.executor.runs_known_code()
+    second.forward = first.forward
+    with pytest.raises(ValueError, match="layer 1 did not run in its place"):
+        largest_difference(model)
+    assert not model.esm.executor.runs_known_code()
+
+
+class _Reversed(nn.ModuleList):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed([*super().__iter__()])
+
+
+def test_layers_that_run_in_another_order_write_no_contexts() -> None:
+    model = MODELS["ESM-2"]()
+    model.esm.encoder.layer = _Reversed(model.esm.encoder.layer)
+    with pytest.raises(ValueError, match="layer 0 did not run in its place"):
         largest_difference(model)
 
 

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressDisplay
 from rich.text import Text
 
+from esm_turbo.files.paths import keeps_its_content
 from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
 from esm_turbo.tasks.common.progress import Progress
@@ -286,7 +287,7 @@ def save(write: Callable[[Path | TextIO], None], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    replaces = path.is_file()
+    replaces = path.is_file() and not keeps_its_content(path)
     try:
         write(path)
     except OSError:

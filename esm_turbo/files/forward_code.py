@@ -325,7 +325,9 @@ def _is_known_own(value: Any, module: nn.Module) -> bool:
         # accelerate's forward, which moves tensors; its hooks are judged by themselves.
         return _name_of(value).startswith("accelerate.hooks.") and value.args == (module,)
     if isinstance(value, types.MethodType):
-        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and is_known(value.__func__)
+        # A method of another module computes with the weights of that one.
+        inert = _name_of(value).startswith(_INERT) and not isinstance(value.__self__, nn.Module)
+        return (value.__self__ is module or inert) and is_known(value.__func__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return is_known(value) and (_is_found_by_name(value) or _name_of(value).startswith(_INERT))
     if isinstance(value, type):

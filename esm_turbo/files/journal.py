@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from esm_turbo.files.paths import is_device
+from esm_turbo.files.paths import keeps_its_content
 from esm_turbo.files.writing import locked_parts, refuse_links
 
 _FILE = "results.jsonl"
@@ -105,7 +105,7 @@ def journal_beside(out: Path | None) -> Iterator[Journal | None]:
         NotWritableError: the folder cannot be created.
         ValueError: a symbolic link is in its place.
     """
-    if out is None or is_device(out):
+    if out is None or keeps_its_content(out):
         yield None
         return
     with locked_parts(out) as folder:

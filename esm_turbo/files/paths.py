@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Literal, NamedTuple
 from esm_turbo.files.extras import pyarrow
 from esm_turbo.files.kinds import CALIBRATION_FILE, PARQUET_KIND, binary_kind, is_checkpoint, is_embeddings, is_store
 from esm_turbo.files.suffixes import PARQUET, check_folder_name, check_suffix
+
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_DESCRIPTOR = re.compile(r"(?:/dev|/proc/self)/fd/(\d+)", re.ASCII)
 
 
 class NotWritableError(OSError, ValueError):
@@ -24,9 +28,11 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         NotWritableError: it cannot be written, or is a folder.
     """
     path = Path(path)
+    if descriptor_of(path) == 0:
+        raise NotWritableError(f"{path}: is standard input (-), where results cannot go; name a file, or /dev/stdout")
     if path.is_dir():
         raise NotWritableError(f"{path}: is a folder; name a file")
-    if is_device(path):
+    if keeps_its_content(path):
         # Opening it could block until a reader opens it.
         if not os.access(path, os.W_OK):
             raise NotWritableError(f"{path}: cannot be written (Permission denied); choose another path")
@@ -78,7 +84,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
         elif path.is_file():
             raise NotWritableError(f"{path}: is a file; name a folder to write")
         # A device or a pipe has no content to lose, and may be an input too.
-        if is_device(path):
+        if keeps_its_content(path):
             continue
         place = Path(os.path.realpath(path))
         of_a_model = output.holds == "calibration" and place.name == CALIBRATION_FILE
@@ -120,3 +126,15 @@ def is_device(path: str | os.PathLike[str]) -> bool:
     """True if a path is something other than a file or a folder: a device or a pipe."""
     path = Path(path)
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def descriptor_of(path: str | os.PathLike[str]) -> int | None:
+    """Number of the open file that a path stands for, such as 1 of `/dev/stdout`; None for other paths."""
+    text = os.fspath(path)
+    match = _DESCRIPTOR.fullmatch(text)
+    return int(match[1]) if match else _STREAMS.get(text)
+
+
+def keeps_its_content(path: str | os.PathLike[str]) -> bool:
+    """True if what is written to a path follows what was written before: a device, a pipe, or a file that is open."""
+    return descriptor_of(path) is not None or is_device(path)

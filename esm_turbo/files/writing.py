@@ -7,13 +7,14 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from esm_turbo.files.paths import NotWritableError, is_device
+from esm_turbo.files.paths import NotWritableError, descriptor_of, keeps_its_content
 
 LOCK_FILE = ".lock"
 # Errors that another attempt would meet again.
@@ -58,8 +59,8 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
     The temporary lies in a hidden folder of its own beside `path`, with all that libraries write beside it. The folder
     is locked as long as its process lives, so that others can tell what killed processes left behind.
 
-    If `path` is a link, the file that it points to is replaced. A device or a pipe, such as `/dev/stdout`, is kept and
-    written to on success.
+    If `path` is a link, the file that it points to is replaced. A device or a pipe, and an open file, such as
+    `/dev/stdout` wherever it leads, is kept and written to on success.
 
     Args:
         path: the file.
@@ -74,7 +75,7 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
         # Part of a larger write, which renames it.
         yield path
         return
-    copied = not inside and is_device(path)
+    copied = not inside and keeps_its_content(path)
     if not (inside or copied) and path.is_symlink():
         path = Path(os.path.realpath(path))
     with file_errors(path):
@@ -87,7 +88,11 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
             mode = temporary.stat().st_mode
             yield temporary
             if copied:
-                with temporary.open("rb") as source, path.open("wb") as target:
+                number = descriptor_of(path)
+                sys.stdout.flush()
+                # Opened by its name, a file that output is redirected to would be emptied.
+                opened = path.open("wb") if number is None else os.fdopen(os.dup(number), "wb")
+                with temporary.open("rb") as source, opened as target:
                     shutil.copyfileobj(source, target)
                 return
             os.chmod(temporary, mode)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -534,6 +536,33 @@ def test_proteins_of_standard_input(esm, tmp_path, tiny_folder, standard_input, 
     result = esm(*command, "--json", "-")
     assert (result.code, result.err) == (0, "") and json.loads(result.out)["written"] == 1
     assert "P69905\t" in (tmp_path / "out" / "index.tsv").read_text()
+
+
+def test_standard_input_is_no_output(esm_shared, write, tmp_path, standard_input):
+    standard_input(b"precious")
+    protein, candidates = write("protein.fasta", ">a\nMKTAYIAK\n"), write("candidates.csv", "sequence\nACDEF\n")
+    for command in (
+        ["score", protein, candidates, "--out", "-"],
+        ["score", protein, candidates, "--matrix", "-"],
+        ["generate", protein, "--positions", "2", "--out", "-"],
+    ):
+        refused = esm_shared(*command)
+        assert refused.code == 2 and "/dev/stdin: is standard input (-), where results cannot go" in refused.error
+    with open(0, "rb", closefd=False) as stdin:
+        assert stdin.read() == b"precious"
+
+
+def test_output_that_is_redirected_to_a_file_is_added_to(tmp_path):
+    protein, out = tmp_path / "protein.fasta", tmp_path / "all.txt"
+    protein.write_text(">a\nMKTAYIAK\n")
+    command = [sys.executable, "-m", "esm_turbo", "generate", protein, "--positions", "2", "--out", "/dev/stdout"]
+    with out.open("ab") as file:
+        file.write(b"header\n")
+        file.flush()
+        found = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=True)
+    assert "replaced" not in found.stderr
+    lines = out.read_text().splitlines()
+    assert lines[0] == "header" and lines[1].startswith(">a")
 
 
 def test_standard_input_that_cannot_be_used(esm, tmp_path, tiny_folder, standard_input):
