@@ -40,6 +40,7 @@ _TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVW
 _WITHOUT_GAPS = str.maketrans("", "", GAPS)
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
 _FIRST_IN_HEADER = re.compile(r"(?:^|\s)first_position=(-?\d{1,9})(?=\s|$)", re.ASCII)
+_NAMES_FIRST = re.compile(r"(?:^|\s)first_position\s*=", re.ASCII | re.IGNORECASE)
 _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
 # A line of a list of sequences, and the names of columns, which may consist of residues, too.
 _LISTED = re.compile(rf"[A-Za-z?*{re.escape(GAPS)}]+", re.ASCII)
@@ -221,8 +222,11 @@ def read_fasta(
             earlier = first_use.setdefault(identifier, number)
             if earlier != number:
                 raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
-            if len(_FIRST_IN_HEADER.findall(title)) > 1:
+            stated = len(_NAMES_FIRST.findall(title))
+            if stated > 1:
                 raise _Rejected("the header states `first_position` more than once; leave one")
+            if stated and not _FIRST_IN_HEADER.search(title):
+                raise _Rejected("the header states a `first_position` that is no number; write it as first_position=24")
             sequence = _normalized(raw, unknown=unknown, remove_gaps=remove_gaps, chain_breaks=chain_breaks)
             good.append(ProteinRecord(identifier, sequence, "".join(rest)))
         except _Rejected as error:

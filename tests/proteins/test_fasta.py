@@ -277,6 +277,13 @@ def test_two_first_positions_are_refused(write):
     assert bad == [BadRecord("a", "the header states `first_position` more than once; leave one")]
 
 
+@pytest.mark.parametrize("stated", ["first_position=3x", "first_position=+3", "FIRST_POSITION=9", "first_position= 3"])
+def test_a_first_position_in_another_form_is_refused(write, stated):
+    good, [bad] = read_fasta(write(f">a {stated}\nMKT\n>b\nMKT\n"))
+    assert [one.id for one in good] == ["b"]
+    assert (bad.record, "is no number; write it as first_position=24" in bad.reason) == ("a", True)
+
+
 @pytest.mark.parametrize(
     ("text", "reasons"),
     [
