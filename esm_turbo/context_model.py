@@ -443,8 +443,10 @@ def totals_per_row(name: str, given: int | Sequence[int] | None, own: list[int])
     if given is None:
         return own
     tensor = torch.as_tensor(given)
-    if tensor.shape not in ((), (len(own),)) or tensor.is_floating_point():
-        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), integers, got {given}")
+    if tensor.is_floating_point():
+        raise ValueError(f"`{name}` must be integers, got {given}")
+    if tensor.shape not in ((), (len(own),)):
+        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {given}")
     totals: list[int] = tensor.expand(len(own)).tolist()
     if any(total < count for total, count in zip(totals, own, strict=True)):
         raise ValueError(f"`{name}` must be at least the context's own {own}, got {totals}")

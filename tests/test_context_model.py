@@ -75,7 +75,7 @@ def test_totals_of_each_sequence(exact: TurboEsm) -> None:
         (["MKT", "MK"], {"total_tokens": [9, 9, 9]}, "`total_tokens` must be one number or one per sequence"),
         (["MKT", "MK"], {"total_tokens": [9]}, "`total_tokens` must be one number or one per sequence"),
         (["MKT"], {"total_masks": [[1]]}, "`total_masks` must be one number or one per sequence"),
-        (["MKT"], {"total_tokens": 9.7}, r"`total_tokens` must be .* integers, got 9.7"),
+        (["MKT"], {"total_tokens": 9.7}, "`total_tokens` must be integers, got 9.7"),
     ],
 )
 def test_prefill_refuses(exact: TurboEsm, sequences: object, options: dict[str, object], message: str) -> None:
