@@ -219,7 +219,7 @@ def embed_in_windows(
     if "per_tok" in include:
         parts["representations"] = per_tok
     if "mean" in include:
-        count = len(np.arange(len(residues))[turbo.codes.residues_among(residues)])
+        count = len(residues) - list(residues).count(turbo.codes.chain_break)
         parts["mean_representations"] = {layer: x / count for layer, x in sums.items()}
     if "bos" in include:
         parts["bos_representations"] = bos

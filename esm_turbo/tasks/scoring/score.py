@@ -527,9 +527,9 @@ def check_candidates(
             raise ValueError(f"{name}: has a space inside; remove it, or give two candidates")
         if codes.mask in (residues := codes.encode(sequence, name)):
             raise ValueError(f"{name}: holds a <mask>, which has no likelihood; give residues only")
-        if not scored_residues(codes.decode(residues), "score"):
-            raise ValueError(f"{name}: {sequence!r} has no residue")
-        if not scored_residues(codes.decode(residues), unknown_residues):
+        if not scored_residues(letters := codes.decode(residues), unknown_residues):
+            if not letters.strip(CHAIN_BREAK):
+                raise ValueError(f"{name}: {sequence!r} has no residue")
             raise ValueError(
                 f"{name}: {sequence!r} holds none but unknown residues (B, X, Z); leave it out, or count them by"
                 " `unknown_residues` 'score'"
