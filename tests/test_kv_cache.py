@@ -762,6 +762,13 @@ def test_another_model_refuses_a_cache(tiny_model: MakeModel, tmp_path: Path) ->
             probe(model, TurboKVCache.load(tmp_path / "cache.safetensors"))
 
 
+def test_a_cache_on_another_device_is_refused(tiny_model: MakeModel) -> None:
+    model = tiny_model(preset="exact")
+    cache = prefill(model, [9, 4])
+    with pytest.raises(ValueError, match=r"the cache is on meta, and the model on cpu: move it"):
+        probe(model, cache.to("meta"))
+
+
 def test_a_model_without_calibration_refuses_a_compressed_cache(tiny_model: MakeModel, tmp_path: Path) -> None:
     prefill(tiny_model(preset=PAPER), [9, 4]).save(tmp_path / "cache.safetensors")
     bare = tiny_model(preset="exact")

@@ -152,6 +152,8 @@ def test_what_cannot_be_done_with_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not saved: save the one that it was made of"):
         model.save_pretrained(tmp_path / "model")
     assert not list(tmp_path.glob("*/*.safetensors"))
+    with pytest.raises(ValueError, match=r"are not replaced"):
+        model.load_state_dict({}, strict=False)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,8 @@ def kept_digest(model: Any) -> str:
 def seen_code(model: Any) -> tuple[str, int]:
     """Digest of the code that `model_identity` last saw, and one of the options.
 
-    The former is empty where some of the code is unknown, or not what the library's files define.
+    The former is empty where some of the code is unknown, or not what the library's files define, or drops values at
+    random.
     """
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
     if seen is None:
@@ -351,13 +352,14 @@ class _Seen:
         self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
         self.names, self.attention = _digest(sorted(code.names)), code.attention or misplaced_layer(model)
-        self.is_plain = not (code.foreign or code.replaces or self.attention)
+        dropout = dropping_module(named)
+        self.is_plain = not (code.foreign or code.replaces or self.attention or dropout)
         self.described = {
             "weights": tensors_digest(tensors.items()),
             "options": _digest(options(model.config, named)),
             "forward": _digest([self.names, getattr(model, MODEL_ID, None)]),
             "foreign": "" if getattr(model, MODEL_ID, None) else code.foreign,
-            "dropout": dropping_module(named),
+            "dropout": dropout,
         }
         self.identities: dict[tuple[str, str], ModelIdentity] = {}
 

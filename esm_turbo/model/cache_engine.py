@@ -290,8 +290,16 @@ class CacheEngine:
         return TurboKVCache.from_tensors(config, cache.geometry, cache.identity, self.codec(config), tensors)
 
     def _place(self, cache: TurboKVCache) -> None:
-        """Put what a cache stores of each layer beside the layer, where they lie on several devices."""
+        """Put what a cache stores of each layer beside the layer, where they lie on several devices.
+
+        Raises:
+            ValueError: the cache lies on another device than the model, or is of a pool and the model on several.
+        """
         if not self.encoder.is_spread:
+            # Kernels would read it there, and not wait for what that device still computes.
+            if cache.device != self.encoder.device:
+                places = f"the cache is on {cache.device}, and the model on {self.encoder.device}"
+                raise ValueError(f"{places}: move it, by cache.to('{self.encoder.device}')")
             return
         if isinstance(cache, PooledContexts):
             raise ValueError("the model lies on several devices, but contexts of a pool on one: read them from a cache")

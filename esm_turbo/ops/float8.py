@@ -114,6 +114,9 @@ class Float8Linear(nn.Module):
     def _save_to_state_dict(self, *_: Any) -> None:
         raise ValueError("a model with eight-bit products is not saved: save the one that it was made of")
 
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise ValueError("weights of a model with eight-bit products are not replaced: load one of these weights anew")
+
     # Modules are cast, and tensors pickled, as bytes: to cast codes would lose their scales, and PyTorch pickles none.
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if fn(self.scales.new_empty(0, dtype=torch.bfloat16)).dtype != torch.bfloat16:

@@ -340,6 +340,10 @@ def test_kernels_and_graphs_run_only_what_they_replace():
     model_identity(model.esm)
     assert seen_code(model.esm)[1] != options
     assert packed_encoder._layers(model.esm.encoder)[1].norms[0][2] == 1e-2
+    # The model as a whole is in evaluation mode.
+    CHANGES["whole_dropout"](model, ExitStack())
+    model_identity(model.esm)
+    assert not executor.runs_known_code()
 
 
 def test_slopes_drawn_at_random_cannot_be_kept(turbo):

@@ -149,6 +149,11 @@ def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> No
     before = plain_addresses(encoder, allowed)
     dense._parameters = {name: nn.Parameter(x.detach().clone()) for name, x in dense._parameters.items()}
     assert plain_addresses(encoder, allowed) != before
+    value = encoder.layer[1].attention.self.value.weight
+    before, value.data = plain_addresses(encoder, allowed), value.data.T
+    assert before is not None and plain_addresses(encoder, allowed) is None
+    value.data = value.data.T
+    assert plain_addresses(encoder, allowed) == before
     encoder.layer[1].output.dense = nn.Sequential(dense)
     assert plain_addresses(encoder, allowed) is None
 
