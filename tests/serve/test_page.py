@@ -189,7 +189,9 @@ def test_records_of_fasta_are_proteins_of_their_own(page):
 
 def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo):
     peptides = ["GSGSWKDLAE", "PLLKRR", "HHHH"]
-    rows = run(page, "ranking", "ranking", target=BOTH, peptides="\n".join(peptides), background="targets")
+    # Pasted twice, a target is compared with as one.
+    targets = BOTH + BOTH.replace(">", ">again_")
+    rows = run(page, "ranking", "ranking", target=targets, peptides="\n".join(peptides), background="targets")
     found = [turbo.score(target, peptides).scores for target in ("MKTAYIAKQRQ", SECOND)]
     expected = {
         one.candidate: one.mean_log_probability - other.mean_log_probability for one, other in zip(*found, strict=True)

@@ -238,10 +238,12 @@ function compare(one, background) {
   one.specificity_z = background.contexts >= 5 && background.spread >= 1e-6 ? one.specificity / background.spread : null;
 }
 
-// Compares every peptide with the same peptide on all other targets.
-function compareTargets(answers) {
+// Compares every peptide with the same peptide on all other targets; those of the same residues count as one.
+function compareTargets(targets, answers) {
+  const first = targets.map((one) => targets.findIndex((other) => other.sequence === one.sequence));
   answers.forEach((answer, own) => answer.candidates.forEach((one, index) => {
-    const others = answers.filter((_, other) => other !== own).map((other) => other.candidates[index].mean_log_probability);
+    const elsewhere = answers.filter((_, other) => first[other] === other && first[own] !== other);
+    const others = elsewhere.map((other) => other.candidates[index].mean_log_probability);
     const mean = others.reduce((sum, value) => sum + value, 0) / others.length;
     const squares = others.reduce((sum, value) => sum + (value - mean) ** 2, 0);
     const spread = Math.sqrt(squares / Math.max(1, others.length - 1));
@@ -277,10 +279,11 @@ $("run-ranking").onclick = () => task("ranking", async (signal, report) => {
   const candidates = peptides();
   const targets = records($("target").value);
   const background = $("background").value;
-  if (background === "targets" && targets.length < 2) throw new Error("Paste several targets as FASTA to compare them.");
+  const different = new Set(targets.map((one) => one.sequence)).size;
+  if (background === "targets" && different < 2) throw new Error("Paste several different targets as FASTA to compare them.");
   const body = { candidates, background: background === "targets" ? "none" : background };
   const answers = await each(targets, "score", body, signal, report);
-  if (background === "targets") compareTargets(answers);
+  if (background === "targets") compareTargets(targets, answers);
   if (background !== "none") $("sort").value = "specificity";
   choose("ranking", answers, showRanking);
   return answers;
