@@ -138,8 +138,8 @@ class Calibration:
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that this calibration belongs to a model.
 
-        Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted, or if
-        only the rounding of float16 may tell the weights apart.
+        Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted or for
+        other options, or if only the rounding of float16 may tell the weights apart.
 
         Args:
             model: an encoder or a model with one, of the library's classes or of this package's.
@@ -163,15 +163,15 @@ class Calibration:
             )
         elif not same_model(self.weights, weights, rounded=True):
             warnings.warn(
-                "the calibration was made before the model was fine-tuned or adapted: caches are less accurate than"
-                " with a calibration of its own",
+                "the calibration was made before the model was fine-tuned or adapted, or has other options: caches are"
+                " less accurate than with a calibration of its own",
                 OtherWeightsWarning,
                 stacklevel=3,
             )
         elif not same_weights(self.weights, weights):
             warnings.warn(
-                f"the calibration was made for weights of {self.provenance.get('model', 'a model')} that agree with the"
-                f" model's to {HALF_RTOL:g}, as after rounding to float16: calibrate again if it is another one",
+                f"the calibration was made for weights of {self.provenance.get('model') or 'a model'} that agree with"
+                f" the model's to {HALF_RTOL:g}, as after rounding to float16: calibrate again if it is another one",
                 OtherWeightsWarning,
                 stacklevel=3,
             )

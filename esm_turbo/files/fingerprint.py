@@ -36,8 +36,10 @@ _NUM_BLOCKS = 4
 # Below this root mean square, differences count absolutely: float16 has no relative precision there.
 _SMALL = 1e-4
 _ROW = 1 + _NUM_PROJECTIONS * _NUM_BLOCKS
-# Columns of the first row: whether a tensor is float16, layer_norm_eps, token_dropout, then a hash of adapters.
+# Columns of the first row: whether a tensor is float16, layer_norm_eps, token_dropout, then a hash of adapters and of
+# other options that are not those of the family's published models.
 _HASH = 3
+_OPTIONS = ("hidden_act", "gated_mlp", "clip_qkv", "rms_norm_eps", "global_attention_every_n_layers")
 # Where modules are defined that compute what their parameters say.
 _LIBRARY = ("transformers.activations", *(family.library_modules for family in FAMILIES.values()))
 _PLAIN = (*_LIBRARY, "torch.nn.modules.", "esm_turbo.")
@@ -124,7 +126,11 @@ def _close(a: Fingerprint, b: Fingerprint, rtol: float) -> bool:
 
 def _header(model: Any, tensors: Sequence[Tensor]) -> Fingerprint:
     config = model.config
-    shown = "\n".join(_shown(name, module) for name, module in modules_inside(model) if _is_foreign(module))
+    usual = type(config)()
+    own = [(name, getattr(config, name)) for name in _OPTIONS if hasattr(config, name)]
+    shown_options = [f"{name} {value}" for name, value in own if value != getattr(usual, name, None)]
+    modules = [_shown(name, module) for name, module in modules_inside(model) if _is_foreign(module)]
+    shown = "\n".join([*modules, *shown_options])
     bits = np.frombuffer(hashlib.sha256(shown.encode()).digest(), dtype=np.uint8)[: _ROW - _HASH]
     half = any(tensor.dtype == torch.float16 for tensor in tensors)
     # Not every family has these options.

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from esm_turbo.files.families import encoder_of
 from esm_turbo.files.fingerprint import (
     attention_fingerprint,
     model_fingerprint,
     same_attention,
     same_model,
 )
+from tests.helpers.e1 import make_e1
+from tests.helpers.models import make_esm, make_esmc
 
 MATRICES = ("query", "key", "value", "output")
 
@@ -241,7 +244,16 @@ def test_a_replaced_forward_makes_another_model(model):
     assert same_model(base, model_fingerprint(model))
 
 
-@pytest.mark.parametrize("option", [{"token_dropout": False}, {"layer_norm_eps": 1e-3}])
-def test_options_that_decide_numbers_make_another_model(tiny_esm, option):
-    one, other = (model_fingerprint(tiny_esm(layers=2, **options).esm) for options in ({}, option))
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (make_esm, {"token_dropout": False}),
+        (make_esm, {"layer_norm_eps": 1e-3}),
+        (make_esmc, {"hidden_act": "gelu"}),
+        (make_e1, {"clip_qkv": 1.0}),
+        (make_e1, {"rms_norm_eps": 1e-2}),
+    ],
+)
+def test_options_that_decide_numbers_make_another_model(make, option):
+    one, other = (model_fingerprint(encoder_of(make(**options))) for options in ({}, option))
     assert not same_model(one, other)
