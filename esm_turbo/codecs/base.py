@@ -269,12 +269,20 @@ class KVCodec(ABC):
         if key not in self._on_device:
             tensors = {name: stack[layer_idx].to(device) for name, stack in self.state.items()}
             with torch.autocast(device.type, enabled=False):
-                self._on_device[key] = self.prepare(tensors)
+                prepared = self.prepare(tensors)
+            publish(device)
+            self._on_device[key] = prepared
         return self._on_device[key]
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add derived tensors, such as decoding tables, to one layer's state."""
         return tensors
+
+
+def publish(device: torch.device) -> None:
+    """Complete all writes so far, before what is kept for all calls is read on other streams, in other threads."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _apply(matrix: Tensor | None, x: Tensor) -> Tensor:

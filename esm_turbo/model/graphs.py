@@ -26,6 +26,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.growth import Growth, StepKind, StepRunner
 from esm_turbo.model.packing import Packing
 from esm_turbo.model.plan import ForwardInputs
+from esm_turbo.model.projections import MOVING
 from esm_turbo.model.static_cache import StaticKVCache, layer_rows
 from esm_turbo.ops.copies import ByteRows
 
@@ -46,8 +47,6 @@ _MAX_COLUMNS = 4096
 # A step that grows rows launches more and computes less.
 _MAX_GROWING_TOKENS = 16384
 _MIN_ROWS, _MIN_TOKENS, _MIN_COLUMNS = 8, 8, 128
-# One capture at a time, in whichever thread and of whichever model.
-_capturing = threading.Lock()
 
 Capture = Callable[[Callable[[], Tensor], torch.device, Any], Callable[[], Tensor]]
 
@@ -110,7 +109,8 @@ def capture_graph(run: Callable[[], Tensor], device: torch.device, memory: Any) 
 
     It keeps `run` with all that it refers to, since the graph knows only addresses.
     """
-    stream = torch.cuda.Stream(device)
+    # One with another priority than the streams of programs and of what runs beside: PyTorch hands out the same few.
+    stream = torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # Compiles kernels and fills caches.
@@ -502,7 +502,7 @@ class GraphPool:
             self._memory = torch.cuda.graph_pool_handle()
         try:
             # Tensors are written into later, in any mode, which inference tensors do not allow.
-            with _capturing, torch.inference_mode(mode=False), torch.no_grad():
+            with MOVING, torch.inference_mode(mode=False), torch.no_grad():
                 graph = make()
                 graph.capture(lambda run: self.capture(run, device, self._memory))
                 # The graph knows only addresses. Weights may have moved when they were fused, in the first run.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esm_turbo.model.plain import tree_of
 from esm_turbo.model.plan import PackedTokens
-from esm_turbo.model.projections import LinearParameters, fuse_linears
+from esm_turbo.model.projections import MOVING, LinearParameters, fuse_linears
 from esm_turbo.model.spread import to_weight_device
 
 
@@ -89,26 +89,34 @@ def _layers(encoder: Any) -> _Layers:
 
     To look them up in the tree of modules takes the host longer than to launch what uses them.
     """
-    addresses = tree_of(encoder).addresses(), tree_of(encoder).epsilons()
     # Held here, the storage stays alive, so that equal addresses mean the same weights.
     remembered: _Layers | None = encoder.__dict__.get("_packed_layers")
-    if remembered is None or remembered.addresses != addresses:
-        norms = [_norm(layer.attention.LayerNorm) for layer in encoder.layer] + [_norm(encoder.emb_layer_norm_after)]
-        remembered = _Layers()
-        for layer, before, after in zip(encoder.layer, norms, norms[1:], strict=False):
-            attention = layer.attention.self
-            fused = fuse_linears((attention.query, attention.key, attention.value))
-            assert fused is not None
-            dense, inner, outer = map(
-                LinearParameters.of, (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense)
-            )
-            sizes = attention.num_attention_heads, attention.attention_head_size
-            norms_of = (before, _norm(layer.LayerNorm), after)
-            remembered.append(_Layer(*sizes, fused, dense, inner, outer, norms_of))
-        # Fused parameters have moved.
-        remembered.addresses = tree_of(encoder).addresses(), addresses[1]
-        encoder.__dict__["_packed_layers"] = remembered
+    if remembered is None or remembered.addresses != _addresses(encoder):
+        with MOVING:
+            remembered = encoder.__dict__["_packed_layers"] = _fused(encoder)
     return remembered
+
+
+def _addresses(encoder: Any) -> tuple[tuple[int, ...], list[float | None]]:
+    return tree_of(encoder).addresses(), tree_of(encoder).epsilons()
+
+
+def _fused(encoder: Any) -> _Layers:
+    """The parameters of an encoder's layers, fused; see `_layers`."""
+    norms = [_norm(layer.attention.LayerNorm) for layer in encoder.layer] + [_norm(encoder.emb_layer_norm_after)]
+    layers = _Layers()
+    for layer, before, after in zip(encoder.layer, norms, norms[1:], strict=False):
+        attention = layer.attention.self
+        fused = fuse_linears((attention.query, attention.key, attention.value))
+        assert fused is not None
+        dense, inner, outer = map(
+            LinearParameters.of, (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense)
+        )
+        sizes = attention.num_attention_heads, attention.attention_head_size
+        layers.append(_Layer(*sizes, fused, dense, inner, outer, (before, _norm(layer.LayerNorm), after)))
+    # Fused parameters have moved.
+    layers.addresses = _addresses(encoder)
+    return layers
 
 
 def _norm(norm: nn.LayerNorm) -> _Norm:

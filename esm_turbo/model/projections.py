@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from esm_turbo.ops.float8 import Float8Linear
 
+MOVING = threading.RLock()
+"""Held while weights move to other addresses, and while a graph, which knows only addresses, is captured."""
 # Not in the modules, whose copies would each copy the weight.
 _STACKED: WeakKeyDictionary[nn.Module, dict[str, tuple[list[int], Tensor]]] = WeakKeyDictionary()
 
@@ -57,14 +60,20 @@ def stacked_weight(
 
     The layers' own weights become views of the result. Those of eight-bit products have scales, too.
     """
-    addresses = [getattr(linear, name).data_ptr() for linear in linears]
+
+    def remembered() -> Tensor | None:
+        addresses, weight = stacked.get(name, ([], None))
+        return weight if addresses == [getattr(linear, name).data_ptr() for linear in linears] else None
+
     stacked = _STACKED.setdefault(owner, {})
-    if name not in stacked or stacked[name][0] != addresses:
-        weight = _stack_in_place([getattr(linear, name) for linear in linears])
-        addresses = [getattr(linear, name).data_ptr() for linear in linears]
-        # Held here, the storage stays alive, so that equal addresses mean the same weights.
-        stacked[name] = (addresses, weight)
-    return stacked[name][1]
+    if (weight := remembered()) is not None:
+        return weight
+    with MOVING:
+        if (weight := remembered()) is None:
+            weight = _stack_in_place([getattr(linear, name) for linear in linears])
+            # Held here, the storage stays alive, so that equal addresses mean the same weights.
+            stacked[name] = [getattr(linear, name).data_ptr() for linear in linears], weight
+    return weight
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -74,13 +83,25 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _stack_in_place(parameters: Sequence[Tensor]) -> Tensor:
-    """Parameters stacked along the first dimension, sharing storage with the result; moved only if they do not yet."""
+    """Parameters stacked along the first dimension, sharing storage with the result; moved only if they do not yet.
+
+    To be called with `MOVING` held.
+
+    Raises:
+        RuntimeError: they have to be moved while a graph is captured, which would not write them.
+    """
     first, sizes = parameters[0], [parameter.shape[0] for parameter in parameters]
     starts = [first.data_ptr() + first[0].nbytes * sum(sizes[:i]) for i in range(len(parameters))]
     shared = all(p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for p in parameters)
     if shared and all(p.is_contiguous() for p in parameters) and [p.data_ptr() for p in parameters] == starts:
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    on_cuda = first.device.type == "cuda"
+    if on_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("weights moved while a graph was captured")
     stacked = torch.cat([parameter.detach() for parameter in parameters])
+    if on_cuda:
+        # Other streams may read them from now on.
+        torch.cuda.synchronize(first.device)
     for parameter, view in zip(parameters, stacked.split(sizes), strict=True):
         parameter.data = view
     return stacked

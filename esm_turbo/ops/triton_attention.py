@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.codecs.base import publish
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.files.model_contents import version_of
@@ -472,6 +473,7 @@ def _inverse_maps(codec: KVCodec, device: torch.device) -> tuple[tuple[Tensor, T
         )
         for kind in ("key", "value")
     )
+    publish(device)
     return key, value
 
 
@@ -505,5 +507,5 @@ def _layout(
         )
     if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
         layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
-    fence(device)
+    publish(device)
     return layout

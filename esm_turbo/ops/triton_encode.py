@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
+from esm_turbo.codecs.base import publish
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
 from esm_turbo.ops import torch_ops
 from esm_turbo.ops.triton_launch import (
     Options,
     Tuning,
-    fence,
     launch,
     operator,
     overlaps,
@@ -325,7 +325,7 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> Encod
         slabs += [(slab.name, _num_bytes(slab)) for slab in found]
     tensors = [*maps, *means, *inverses, *tables, torch.tensor(profiles, dtype=torch.int32, device=device)]
     levels = tables[0].shape[-1] if isinstance(codec, LutCodec) else 0
-    fence(device)
+    publish(device)
     return EncodeLayout(tensors, slabs, _field_bits(codec), levels, mapped)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, Packed
+from esm_turbo.codecs.base import publish
 from esm_turbo.config import Geometry
 from esm_turbo.ops.slabs import SlabSpec
 from esm_turbo.ops.triton_launch import per_codec
@@ -318,5 +319,7 @@ def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.dev
         # Twice as many as needed, so that a growing cache does not make a new table each time.
         starts = torch.arange(2 * blocks, device=device)[:, None] * codec.block_size
         angle = starts * codec.layer_state(layer_idx, device)["inv_freq"]
-        tables.append(torch.stack([angle.cos(), angle.sin()], dim=1).contiguous())
+        table = torch.stack([angle.cos(), angle.sin()], dim=1).contiguous()
+        publish(device)
+        tables.append(table)
     return tables[-1]

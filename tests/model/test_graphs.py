@@ -7,6 +7,8 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -541,3 +543,25 @@ def test_a_call_inside_a_capture_of_the_caller_s_is_part_of_it(on_cuda: MakeMode
         output = states(model, cache, *inputs)
     graph.replay()
     assert_same(output, expected)
+
+
+@pytest.mark.gpu
+def test_threads_that_use_a_new_model_at_once(on_cuda: MakeModel) -> None:
+    """One fuses weights while others capture graphs, which must not see them half moved."""
+    made = on_cuda()
+    weights = {name: x.clone() for name, x in made.state_dict().items()}
+
+    def use(model: TurboEsmForMaskedLM, seed: int) -> list[Tensor]:
+        cache = contexts(model, [40 + 30 * seed], seed)
+        inputs = inputs_for(model, cache, [5 + seed], seed)
+        return [states(model, cache, *inputs) for _ in range(6)]
+
+    expected = [use(copy.deepcopy(made), seed) for seed in range(4)]
+    for _ in range(10):
+        model = copy.deepcopy(made)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(partial(use, model), range(4)))
+        for one, other in zip(found, expected, strict=True):
+            for state, wanted in zip(one, other, strict=True):
+                assert_same(state, wanted)
+        assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
