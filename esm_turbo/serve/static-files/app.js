@@ -40,7 +40,7 @@ function records(text) {
 async function homologs(name, proteins, signal) {
   const text = $(`homologs-${name}`).value;
   if (!text.trim()) return null;
-  const read = records(text).map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~*]/g, "") }));
+  const read = records(text).map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~]|\*$/g, "") }));
   const others = read.filter((one) => !proteins.some(({ sequence }) => sequence === one.sequence));
   if (!others.length) throw new Error("The homologs hold the protein alone.");
   try {

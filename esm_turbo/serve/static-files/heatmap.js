@@ -54,6 +54,8 @@ export class HeatMap {
       if (position % STEP === 0) pen.fillText(String(position), LEFT + CELL * (column + 0.5), TOP / 4);
       pen.fillText(own, LEFT + CELL * (column + 0.5), TOP - CELL / 2);
       [...ORDER].forEach((residue, row) => {
+        // A break between chains has no scores.
+        if (residue !== own && scores[column][residue] == null) return;
         const x = LEFT + CELL * column;
         const y = TOP + CELL * row;
         pen.fillStyle = residue === own ? "#f7f7f7" : colour(scores[column][residue], this.limit);
@@ -74,6 +76,7 @@ export class HeatMap {
     const place = this.first + column;
     if (residue === own) return `${own}${place}\nwild type`;
     const score = this.scores[column][residue];
+    if (score == null) return `${own}${place}\nno score`;
     return `${own}${place}${residue}\n${score > 0 ? "+" : ""}${score.toFixed(3)}`;
   }
 
