@@ -122,8 +122,10 @@ class TurboEsm(ContextModel):
             _mention_demonstration()
         source = full_name(os.fspath(EMBEDDED_MODEL if model is None else model))
         adapter = Path(source) if is_adapter(source) else None
+        where: dict[str, Any] = {}
         if adapter is not None:
-            source = full_name(base_of(adapter))
+            base, where = base_of(adapter)
+            source = full_name(base)
         if preset is not None:
             TurboConfig.from_preset(preset)
         if device_map is not None and device is not None:
@@ -142,23 +144,23 @@ class TurboEsm(ContextModel):
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options |= {"device_map": device_map, "max_memory": max_memory}
-        offline = local_files_only(source)
+        where["local_files_only"] = local_files_only(source)
         try:
-            model_class = checkpoint_class(source, {"local_files_only": offline})
+            model_class = checkpoint_class(source, where)
             with without_loading_bar():
                 loaded = model_class.from_pretrained(
                     source,
                     preset=preset,
                     # That of an adapter is looked for below: the base model's would be another model's.
                     calibration=False if calibration == "auto" or adapter is not None else calibration,
-                    local_files_only=offline,
                     model_id=model_id,
+                    **where,
                     **options,
                 )
         except OSError as error:
             raise not_found(source) from error
         try:
-            tokenizer = model_class.family.load_tokenizer().from_pretrained(source, local_files_only=offline)
+            tokenizer = model_class.family.load_tokenizer().from_pretrained(source, **where)
         # The tokenizer raises a TypeError if its vocabulary file is missing.
         except (OSError, TypeError) as error:
             raise not_found(source) from error

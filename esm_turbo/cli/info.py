@@ -122,9 +122,11 @@ def model_info(
         ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
     """
     source = folder = full_name(os.fspath(source))
+    options: dict[str, Any] = {}
     if is_adapter(source):
-        source = full_name(base_of(source))
-    options = {"local_files_only": local_files_only(source)}
+        base, options = base_of(source)
+        source = full_name(base)
+    options["local_files_only"] = local_files_only(source)
     try:
         encoder = checkpoint_class(source, options, head=False)
         encoder.check_checkpoint(source, options)

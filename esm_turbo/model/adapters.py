@@ -24,8 +24,8 @@ def is_adapter(source: str | os.PathLike[str]) -> bool:
     return (Path(source) / CONFIG_FILE).is_file()
 
 
-def base_of(folder: str | os.PathLike[str]) -> str:
-    """The base model of an adapter, a hub id or a folder.
+def base_of(folder: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
+    """The base model of an adapter, a hub id or a folder, and its `revision` if the adapter is one of it.
 
     Raises:
         ValueError: it is not a LoRA adapter in safetensors, or names no base model.
@@ -41,7 +41,8 @@ def base_of(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"{folder}: {CONFIG_FILE} names no base model in base_model_name_or_path; add it")
     if not (Path(folder) / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder}: lacks {WEIGHTS_FILE}; save the adapter as safetensors")
-    return base
+    revision = config.get("revision")
+    return base, {"revision": revision} if revision else {}
 
 
 def _check_untied(model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -189,9 +190,19 @@ class CheckpointMixin(PicklableHooksMixin):
                 f"{pretrained_model_name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as"
                 f" {missing[0]}; is it {cls.family.name}, and complete?"
             )
+        found = (re.search(rf"\b{cls.family.layers}\.(\d+)\.", key) for key in report["unexpected_keys"])
+        if more := {int(match[1]) for match in found if match} - {*range(loaded.config.num_hidden_layers)}:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: config.json has num_hidden_layers"
+                f" {loaded.config.num_hidden_layers}, but the checkpoint has layer {max(more) + 1}, too; copy it again"
+                " from the checkpoint"
+            )
         mark_missing_heads(loaded.config, report["missing_keys"])
         finalize_dispatch(loaded)
         check_weights(loaded)
+        unwritten = (key for key, x in encoder.named_parameters() if key in needed and x.dim() > 1 and not x.any())
+        if (name := next(unwritten, None)) is not None:
+            raise ValueError(f"the weights are damaged: {name} is all zeros, as in a file that was not written whole")
         check_stored_dtypes(pretrained_model_name_or_path)
         loaded.model_id = model_id
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)

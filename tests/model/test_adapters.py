@@ -170,3 +170,23 @@ def test_a_wrapped_model_is_refused_and_its_merged_one_taken(base: Path) -> None
     turbo.model = wrapped.merge_and_unload()
     torch.testing.assert_close(logits_of(turbo.model, turbo.tokenizer), expected, rtol=0, atol=1e-4)
     assert turbo.prefill(SEQUENCE).batch_size == 1
+
+
+def test_an_adapter_is_added_to_the_revision_of_its_base_model_that_it_names(
+    tiny_esm: Callable[..., EsmForMaskedLM], turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub" / "models--org--model"
+    (hub / "refs").mkdir(parents=True)
+    for seed, (name, commit) in enumerate((("main", "a" * 40), ("v2", "b" * 40))):
+        tiny_esm(seed=seed).save_pretrained(hub / "snapshots" / commit)
+        turbo.tokenizer.save_pretrained(hub / "snapshots" / commit)
+        (hub / "refs" / name).write_text(commit)
+    adapted = save_adapter(hub / "snapshots" / ("b" * 40), tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "org/model", "revision": "v2"})
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    merged = TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
+    expected = logits_of(adapted, turbo.tokenizer)
+    assert torch.allclose(logits_of(merged.model, turbo.tokenizer), expected, atol=1e-4)

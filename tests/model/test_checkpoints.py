@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
+from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedModel
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
-from tests.helpers.models import make_config, make_esm, random_ids
+from esm_turbo.model.checkpoints import checkpoint_class
+from tests.helpers.e1 import make_e1
+from tests.helpers.models import make_config, make_esm, make_esmc, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 PUBLISHED = Path(__file__).parents[1] / "data" / "published_configs"
@@ -185,6 +187,20 @@ def test_a_weight_that_is_missing(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights of the encoder, such as .*3\.output\.dense\.weight"):
         TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+    # The end of a file that was not written whole.
+    state["esm.encoder.layer.3.output.dense.weight"] = torch.zeros(320, 1280)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"3\.output\.dense\.weight is all zeros"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+
+
+@pytest.mark.parametrize("make", [make_esmc, make_e1])
+def test_no_layer_of_a_checkpoint_is_left_out(make: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    make(layers=4).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match="has num_hidden_layers 3, but the checkpoint has layer 4, too"):
+        checkpoint_class(tmp_path, {}).from_pretrained(tmp_path, preset="exact")
 
 
 def test_a_checkpoint_without_frequencies(tmp_path: Path) -> None:
