@@ -148,15 +148,8 @@ class TurboEsm(ContextModel):
         try:
             model_class = checkpoint_class(source, where)
             with without_loading_bar():
-                loaded = model_class.from_pretrained(
-                    source,
-                    preset=preset,
-                    # That of an adapter is looked for below: the base model's would be another model's.
-                    calibration=False if calibration == "auto" or adapter is not None else calibration,
-                    model_id=model_id,
-                    **where,
-                    **options,
-                )
+                # The calibration is compared below, with the weights as they are then.
+                loaded = model_class.from_pretrained(source, calibration=False, model_id=model_id, **where, **options)
         except OSError as error:
             raise not_found(source) from error
         try:
@@ -171,8 +164,8 @@ class TurboEsm(ContextModel):
             ) from error
         if adapter is not None:
             merge_adapter(loaded, adapter)
-            if calibration is None and (adapter / CALIBRATION_FILE).is_file():
-                calibration = adapter / CALIBRATION_FILE
+        if calibration is None and (in_folder := Path(adapter or source) / CALIBRATION_FILE).is_file():
+            calibration = in_folder
         if device_map is None:
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)
@@ -181,8 +174,6 @@ class TurboEsm(ContextModel):
             from esm_turbo.tasks.calibration.auto import auto_calibration
 
             calibration = auto_calibration(turbo, measure=measure_calibration)
-        elif adapter is None:
-            calibration = loaded.base_model.calibration
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         if precision is not None:
             quantize_products(loaded)
