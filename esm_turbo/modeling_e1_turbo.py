@@ -35,7 +35,7 @@ from esm_turbo.model.e1_layers import (
     TurboE1Config,
     run_packed,
 )
-from esm_turbo.model.inputs import has_gaps
+from esm_turbo.model.inputs import check_inputs
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
 from esm_turbo.model.sequences import number_sequences
@@ -100,6 +100,7 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
     capturable = False
     packs = True
     packed_operations = frozenset({"add_rms_norm", "rotate_", "swiglu"})
+    options = frozenset({"output_hidden_states", "kv_session", "frozen_query"})
     _no_split_modules = ("E1Layer",)
     plain_modules = frozenset(
         {nn.Embedding, E1RotaryEmbedding, E1Layer, E1AttentionBlock, E1Attention, E1GatedMLP, nn.RMSNorm, nn.Linear}
@@ -115,7 +116,7 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
         self.layers = nn.ModuleList(E1Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_global = E1RotaryEmbedding(config.rope_theta_global, head_dim)
-        self.exact_contexts = ContextLimits(
+        self.exact_contexts: ContextLimits = ContextLimits(
             config.max_num_sequences, config.max_num_positions_within_seq, config.max_num_positions_global
         )
         self.rotary_within = E1RotaryEmbedding(config.rope_theta_within_seq, head_dim)
@@ -201,30 +202,33 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
 
         Args:
             input_ids: token ids, int64 or int32 [batch, n]; every sequence begins with `<bos>`.
-            attention_mask: see `CachedModel.forward`.
+            attention_mask: zeros and ones, see `CachedModel.forward`.
             position_ids: global positions, [batch, n] or [1, n]; by default 0, 1, 2, ... or each row's next ones.
-            sequence_id: number of each token's sequence, integers [batch, n], -1 for padding, which `attention_mask`
-                may hide as well; by default counted by `<bos>`, for which a device must be waited for. Only without a
-                context: new tokens are the sequence after its last.
+            sequence_id: number of each token's sequence, integers [batch, n] that never fall along a row, -1 for
+                padding, which `attention_mask` may hide as well; by default counted by `<bos>`, for which a device must
+                be waited for. Only without a context: new tokens are the sequence after its last.
             past_key_values: see `CachedModel.forward`.
-            **kwargs: of `CachedModel.forward`.
+            **kwargs: of `CachedModel.forward`, and `output_hidden_states`.
 
         Raises:
             ValueError: new tokens after a context are of several sequences (on the CPU only) or have a `sequence_id`,
-                it is of another shape or no integers, or rows of several sequences have padding before or between them;
-                see also `CachedModel.forward`.
+                it is of another shape, no integers, falls or is too large, rows of several sequences have padding
+                before or between them, or there are `inputs_embeds`; see also `CachedModel.forward`.
+            TypeError: there are other arguments, such as `output_attentions`.
         """
         extends = isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size > 0
+        if input_ids is None or kwargs.get("inputs_embeds") is not None:
+            raise ValueError("E1 numbers sequences by their tokens: give `input_ids`, not `inputs_embeds`")
+        check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size, extends=extends)
         if sequence_id is not None:
             if extends:
                 raise ValueError(
                     "new tokens after a context are the sequence after its last: give no `sequence_id`, and an"
                     " `attention_mask` where they are padded"
                 )
-            if input_ids is None:
-                raise ValueError("`sequence_id` needs `input_ids`")
-            check_chains(sequence_id, [(input_ids.shape[0], input_ids.shape[-1])])
-        if input_ids is not None and input_ids.dim() == 2 and not (extends and input_ids.device.type != "cpu"):
+            check_chains(sequence_id, [(input_ids.shape[0], input_ids.shape[1])])
+            sequence_id = sequence_id.long()
+        if not extends or input_ids.device.type == "cpu":
             mask = None if attention_mask is None or attention_mask.shape != input_ids.shape else attention_mask != 0
             if sequence_id is None:
                 begins = input_ids[:, 1:] == self.config.bos_token_id
@@ -237,13 +241,15 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             if sequence_id is not None:
                 if mask is not None:
                     sequence_id = torch.where(mask, sequence_id, -1)
-                if attention_mask is None or mask is not None:
-                    attention_mask = (sequence_id >= 0).long()
-                if not bool((sequence_id > 0).any()):
+                real = sequence_id >= 0
+                attention_mask, count = real.long(), int(sequence_id.max()) + 1
+                self.exact_contexts.check("a row, numbered by `sequence_id` or `<bos>`", count, positions=0)
+                if count <= 1:
                     sequence_id = None
-                elif bool(has_gaps(sequence_id >= 0).any()):
+                elif bool((sequence_id.where(real, count).diff(dim=1) < 0).any()):
                     raise ValueError(
-                        "rows of several sequences must begin with `<bos>`, and be padded on the right and nowhere else"
+                        "rows of several sequences must begin with `<bos>`, be numbered upwards by `sequence_id`, and"
+                        " be padded on the right and nowhere else"
                     )
             kwargs["chains"] = sequence_id
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
@@ -254,6 +260,9 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
 
 class TurboE1ForMaskedLM(_E1Checkpoints, CachedMaskedLM, PreTrainedModel):
     """E1 with its language-model head; see `TurboE1Model`."""
+
+    # Otherwise the Trainer of transformers would leave the mean over accumulated batches to the loss.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: TurboE1Config) -> None:
         self.check_config(config)

@@ -95,6 +95,62 @@ def test_padding_is_named_by_the_mask_or_by_numbers(e1: TurboEsm, lengths: list[
         e1.model(ids, sequence_id=numbers[:, :3])
 
 
+TWO = random_row([5, 8])
+NUMBERS = (TWO == 1).cumsum(1) - 1
+SEVERAL = "be numbered upwards by `sequence_id`, and be padded"
+REFUSED = {
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 64)}, "not `inputs_embeds`"),
+    "no input": ({"input_ids": None}, "give `input_ids`"),
+    "one dimension": ({"input_ids": TWO[0]}, r"`input_ids` must be \[batch, n\]"),
+    "ids that are no integers": ({"input_ids": TWO.float()}, "`input_ids` must be int64 or int32"),
+    "an id too large": ({"input_ids": TWO + 33}, "`input_ids` must lie in 0 to 33"),
+    "mask of two columns": ({"attention_mask": torch.zeros(1, 2)}, r"must be \[batch, n\] = \[1, 21\], got \[1, 2\]"),
+    "mask of two rows": ({"attention_mask": torch.zeros(2, 21)}, r"`attention_mask` must be \[batch, n\]"),
+    "mask of four dimensions": ({"attention_mask": torch.eye(21)[None, None]}, "`attention_mask` must be"),
+    "positions for a mask": ({"attention_mask": torch.arange(21)[None]}, "`attention_mask` must hold zeros and ones"),
+    "positions of another length": ({"position_ids": torch.arange(3)[None]}, r"`position_ids` must be \[batch, 21\]"),
+    "negative positions": ({"position_ids": torch.arange(21)[None] - 3}, "must lie in 0 to 2147483647, got -3"),
+    "positions that are no integers": ({"position_ids": torch.zeros(1, 21)}, "`position_ids` must be integers"),
+    "numbers that fall": ({"sequence_id": 1 - NUMBERS}, SEVERAL),
+    "numbers that return": ({"input_ids": TWO.repeat(1, 2), "sequence_id": NUMBERS.repeat(1, 2)}, SEVERAL),
+    "numbers too large": ({"sequence_id": NUMBERS * 512}, "513 sequences are too many; the model reads at most 512"),
+    "too many sequences": ({"input_ids": torch.tensor([[1, 2] * 513])}, "513 sequences are too many"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_inputs_that_are_refused(e1: TurboEsm, case: str, use_cache: bool) -> None:
+    given, message = REFUSED[case]
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        e1.model(**({"input_ids": TWO} | given), use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"), [("sequence_ids", NUMBERS, None), ("output_attentions", True, False)]
+)
+def test_arguments_that_it_does_not_have_are_refused(name: str, value: object, nothing: object) -> None:
+    model = make_e1()
+    with pytest.raises(TypeError, match=f"the forward of E1 takes no '{name}'"):
+        model(TWO, **{name: value})
+    assert torch.equal(model(TWO, **{name: nothing}).logits, model(TWO).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_numbers_of_sequences_are_of_any_integers(dtype: torch.dtype) -> None:
+    assert torch.equal(make_e1()(TWO, sequence_id=NUMBERS.to(dtype)).logits, make_e1()(TWO).logits)
+
+
+@torch.no_grad()
+def test_a_sequence_too_many_after_a_context() -> None:
+    model = make_e1(max_num_sequences=2)
+    model.set_turbo(preset="exact")
+    cache = model(TWO, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="3 sequences are too many; the model reads at most 2"):
+        model(random_row([4]), past_key_values=cache)
+    assert cache.lengths.tolist() == [21]
+
+
 def test_the_tokenizer_is_that_of_the_family(e1: TurboEsm) -> None:
     turbo = TurboEsm.from_pretrained(device="cpu")
     with pytest.raises(ValueError, match="is not E1's: token 0 is '<cls>', not '<pad>'"):

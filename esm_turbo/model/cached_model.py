@@ -186,7 +186,11 @@ class CachedModel(CacheMethods, FamilyEncoder):
 
         Raises:
             ValueError: the inputs contradict each other or the cache, or a cache is used while gradients are recorded.
+            TypeError: there are arguments that the family does not have, see `FamilyEncoder.options`.
         """
+        asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+        if self.options is not None and (unknown := asked - self.options):
+            raise TypeError(f"the forward of {self.family.name} takes no {', '.join(map(repr, sorted(unknown)))}")
         past = past_key_values
         if past is not None and not isinstance(past, TurboKVCache):
             raise ValueError(f"`past_key_values` must be a TurboKVCache, got {type(past).__name__}")
@@ -196,7 +200,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
         if extends or use_cache:
             if input_ids is None or inputs_embeds is not None:
                 raise ValueError("a forward with a cache needs `input_ids`")
-            check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size)
+            check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size, extends=extends)
         if token_counts is not None and input_ids is not None:
             check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:

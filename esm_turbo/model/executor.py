@@ -22,6 +22,7 @@ from esm_turbo.model.growth import Growth, StepKind, Store
 from esm_turbo.model.inputs import (
     check_not_all_masked,
     check_positions,
+    check_right_padded,
     contexts_of_rows,
     count_tokens,
     count_tokens_with_past,
@@ -150,12 +151,14 @@ class Executor:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
             check_positions(positions)
         chains, plan.chains = plan.chains, None
-        if self.encoder.exact_contexts is not None:
+        if (limits := self.encoder.exact_contexts) is not None:
             # A new sequence follows those of the context.
             chains = of_rows(cache.next_chains, index)[:, None].expand(batch_size, n)
             if plan.frozen_query is not None and plan.frozen_query.keys:
                 # Rows are a part of the query, which is the context's last sequence.
                 chains = chains - 1
+            if chains.device.type == "cpu":
+                limits.check("context and new tokens", int(chains.max()) + 1, positions=0)
         embeddings = self._embed(ids, new_mask, counts, chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
@@ -471,8 +474,8 @@ def _checked(inputs: ForwardInputs, cache: TurboKVCache) -> ForwardInputs:
     """
     ids, mask = inputs.ids, inputs.attention_mask
     if not cache.batch_size:
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(f"`attention_mask` must be [batch, n] = {list(ids.shape)}, got {list(mask.shape)}")
+        if mask is not None:
+            check_right_padded(mask != 0)
         return inputs
     index = contexts_of_rows(cache, inputs.context_index, len(ids))
     if inputs.use_cache and inputs.context_index is not None:

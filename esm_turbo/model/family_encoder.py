@@ -31,6 +31,7 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         exact_contexts: sizes of contexts that never see what follows them, so that reusing them changes nothing: whole
             homologs, and then a whole query; None where a context is the begin of a protein, which sees what follows.
         activates_by_session: whether layers have the activation computed by a session, which is faster on a CPU.
+        options: names of the further arguments that its forward takes; None where the library's forward takes them.
         is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
@@ -39,6 +40,7 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
     exact_contexts: ContextLimits | None = None
     activates_by_session: ClassVar[bool] = False
+    options: ClassVar[frozenset[str] | None] = None
     is_spread: bool = False
 
     @property

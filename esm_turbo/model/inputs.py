@@ -1,4 +1,4 @@
-"""Checks of the inputs of a forward with a cache, and the masks, counts and positions derived from them."""
+"""Checks of the inputs of a forward, and the masks, counts and positions derived from them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from esm_turbo.model.pooled import PooledContexts
 
 
 def check_inputs(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int, *, extends: bool
 ) -> None:
     """Check shapes and dtypes; values only on the CPU, because elsewhere that would wait for the device.
+
+    The mask of a forward that extends contexts may have more columns, see `split_attention_mask`.
 
     Raises:
         ValueError: naming the input that is wrong, with the value found and the values allowed.
@@ -26,8 +28,12 @@ def check_inputs(
         raise ValueError(f"`input_ids` must be [batch, n] with n >= 1, got {list(input_ids.shape)}")
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` must be int64 or int32, got {input_ids.dtype}")
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and extends and attention_mask.dim() != 2:
         raise ValueError(f"`attention_mask` must have two dimensions, got {list(attention_mask.shape)}")
+    if attention_mask is not None and not extends and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
+        )
     n = input_ids.shape[1]
     if position_ids is not None and position_ids.shape not in (input_ids.shape, (1, n)):
         raise ValueError(f"`position_ids` must be [batch, {n}] or [1, {n}], got {list(position_ids.shape)}")
@@ -40,8 +46,6 @@ def check_inputs(
             check_positions(position_ids)
         if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
             raise ValueError("`attention_mask` must hold zeros and ones")
-        if attention_mask is not None and attention_mask.shape == input_ids.shape:
-            _check_right_padded(attention_mask != 0)
 
 
 def check_positions(position_ids: Tensor) -> None:
@@ -213,7 +217,7 @@ def split_attention_mask(
             past_mask = torch.cat([past_mask, past_mask.new_zeros(batch_size, spare)], dim=1)
         attention_mask = attention_mask[:, past:]
     new_mask = token_mask(input_ids, attention_mask)
-    _check_right_padded(new_mask)
+    check_right_padded(new_mask)
     return past_mask, new_mask
 
 
@@ -256,7 +260,12 @@ def has_gaps(mask: Tensor) -> Tensor:
     return (mask[:, 1:] & ~mask[:, :-1]).any(1)
 
 
-def _check_right_padded(mask: Tensor) -> None:
+def check_right_padded(mask: Tensor) -> None:
+    """Check that a mask, bool [batch, n], is padded on the right alone (on the CPU only).
+
+    Raises:
+        ValueError: it is not.
+    """
     if mask.device.type == "cpu" and bool((gaps := has_gaps(mask)).any()):
         row = int(gaps.nonzero()[0])
         raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")
