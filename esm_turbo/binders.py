@@ -60,13 +60,16 @@ class Binders(Tabular):
         target: residues of the target.
         binders: the peptides.
         scores: theirs on the target, in the same order; with `rescored`, of the best by the arm `full`, too.
-        sort_by: what ranks them.
     """
 
     target: str
     binders: tuple[Binder, ...]
     scores: Scores
-    sort_by: SortBy = "likelihood"
+
+    @property
+    def sort_by(self) -> SortBy:
+        """What ranks them."""
+        return self.scores.sort_by
 
     @property
     def arm(self) -> Arm:
@@ -101,7 +104,7 @@ class Binders(Tabular):
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per peptide its rank, residues, score, what it was drawn with, and what it was scored again with."""
-        exact = self.scores.rescored_cells(self.sort_by)
+        exact = self.scores.rescored_cells()
         for rank, (one, again) in enumerate(zip(self.binders, exact, strict=True), start=1):
             figures = one.score.pseudo_perplexity, one.score.pseudo_log_likelihood
             more = self._more((one.score.specificity, one.score.specificity_z))
@@ -218,8 +221,8 @@ def generate_binders(
         store=store,
         progress=progress,
     )
-    ranked = found.ordered(found.ranking(sort_by))
-    return Binders(residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked.scores), ranked, sort_by)
+    ranked = found.ordered(found.ranking())
+    return Binders(residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked.scores), ranked)
 
 
 def _places(length: int | None, template: str | None, allowed: str | None) -> list[str]:

@@ -79,7 +79,7 @@ def _how_exact(scores: Sequence[Scores]) -> str:
 def _binders_table(target: str, found: Binders, top: int) -> Table:
     shown = found.binders[:top]
     unit, values = found.scores.specificities()
-    titles, again = _rescored(found.scores, found.sort_by)
+    titles, again = _rescored(found.scores)
     columns = ["rank", "binder", _PERPLEXITY, *([f"specificity\n{unit}"] if unit else []), "seed", *titles]
     rows = []
     for index, one in enumerate(shown):
@@ -91,15 +91,15 @@ def _binders_table(target: str, found: Binders, top: int) -> Table:
         rows,
         left=(0, 1),
         spare=_spare(columns, found.sort_by),
-        caption=_caption(len(found.binders) - len(shown), found.sort_by, found.scores),
+        caption=_caption(len(found.binders) - len(shown), found.scores),
     )
 
 
-def _caption(rest: int, sort_by: SortBy, scores: Scores) -> str | None:
+def _caption(rest: int, scores: Scores) -> str | None:
     """How many candidates a table leaves out, and with a background what that is, and what ranks them."""
     unit, _ = scores.specificities()
     # Within 80 columns.
-    by = _SPECIFICITIES[unit] if unit and sort_by == "specificity" else "pseudo-perplexity; specificity against"
+    by = _SPECIFICITIES[unit] if unit and scores.sort_by == "specificity" else "pseudo-perplexity; specificity against"
     compared = [f"ranked by {by} {scores.compared_with}"] if unit else []
     return "; ".join([f"and {rest:,} more"] * bool(rest) + compared) or None
 
@@ -178,7 +178,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
     shown = result.ranking()[:top]
     reference = result.scores[result.reference]
     unit, specificities = reference.specificities()
-    titles, again = _rescored(reference, result.sort_by)
+    titles, again = _rescored(reference)
     rows = []
     for rank, index in enumerate(shown, start=1):
         candidate = result.candidates[index]
@@ -201,7 +201,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         left=(0, 1, 2),
         cut=(2,),
         spare=_spare(columns, result.sort_by),
-        caption=_caption(rest, result.sort_by, reference),
+        caption=_caption(rest, reference),
     )
 
 
@@ -217,18 +217,18 @@ def _perplexities(result: TargetResult, index: int) -> list[str]:
     return [f"{scores.scores[index].pseudo_perplexity:.3f}" for scores in result.scores.values()]
 
 
-def _rescored(scores: Scores, sort_by: SortBy) -> tuple[list[str], list[list[str]]]:
+def _rescored(scores: Scores) -> tuple[list[str], list[list[str]]]:
     """Columns of candidates that were scored again, and the cells of each candidate; none if no candidate was.
 
     They are its exact figures, its rank among these candidates, and how far it moved.
     """
     if not scores.rescored:
         return [], [[]] * len(scores.scores)
-    unit = scores.specificities()[0] if sort_by == "specificity" else None
+    unit = scores.specificities()[0] if scores.sort_by == "specificity" else None
     titles = [f"{_PERPLEXITY}\nfull", *([f"specificity\nfull, {unit}"] if unit else []), "rank\nby full"]
     cells = [[""] * len(titles)] * len(scores.scores)
-    exact = scores.rescored_cells(sort_by)
-    for before, index in enumerate(scores.ranking(sort_by), start=1):
+    exact = scores.rescored_cells()
+    for before, index in enumerate(scores.ranking(), start=1):
         one = dict(zip(scores.rescored_columns(), exact[index], strict=True))
         rank = one["full_rank"]
         if rank is not None:
@@ -243,12 +243,12 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
     rows = []
     first = results[0].scores[results[0].reference]
     unit, _ = first.specificities()
-    exact = [_rescored(result.scores[result.reference], result.sort_by) for result in results[:_ROWS]]
+    exact = [_rescored(result.scores[result.reference]) for result in results[:_ROWS]]
     titles = next((own for own, _ in exact if own), [])
     sizes = [] if titles else ["residues", "candidates"]
     for result, (_, again) in zip(results, exact, strict=False):
         # By the arm full, if that has ranked some again.
-        ranks = result.scores[result.reference].rescored_cells(result.sort_by)
+        ranks = result.scores[result.reference].rescored_cells()
         best = next((index for index, own in enumerate(ranks) if own and own[-1] == 1), result.ranking()[0])
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
@@ -269,7 +269,7 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         left=(0, len(sizes) + 1, len(sizes) + 2),
         cut=(len(sizes) + 2,),
         spare=_spare(columns, results[0].sort_by),
-        caption=_rest(len(results)) or _caption(0, results[0].sort_by, first),
+        caption=_rest(len(results)) or _caption(0, first),
     )
 
 

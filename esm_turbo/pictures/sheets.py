@@ -60,7 +60,7 @@ def _binders(found: Binders, run: RunInfo | None, target: str = "target") -> She
     """The logo of the peptides for a target, all of one length, above their ranking."""
     candidates = tuple(Candidate(f"#{rank}", one.sequence) for rank, one in enumerate(found.binders, start=1))
     record, scores = ProteinRecord(target, found.target), {found.arm: found.scores}
-    ranking = ranking_sheet(TargetResult(record, candidates, scores, {}, sort_by=found.sort_by), _used(run, scores))
+    ranking = ranking_sheet(TargetResult(record, candidates, scores, {}), _used(run, scores))
     log_probs = np.array([one.score.log_probabilities for one in found.binders])
     positions = range(1, log_probs.shape[1] + 1)
     tracks = design_tracks(design_frequencies([one.sequence for one in found.binders]), log_probs, positions)

@@ -110,11 +110,11 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     run = score_records(turbo, TARGETS[:1], candidates, ("turbo",))
     background = {one.id: BackgroundFigures(-3.0, 0.5, contexts) for one in candidates}
     [result] = run.results
-    scores = result.scores["turbo"].with_background(background, "decoys")
-    last = scores.ranking("specificity")[-1]
+    scores = replace(result.scores["turbo"], sort_by="specificity").with_background(background, "decoys")
+    last = scores.ranking()[-1]
     residues = scores.scores[last].candidate
     exact = replace(scores, scores=(CandidateScore(residues, (-2.0,) * len(residues), background[residues]),))
-    result = replace(result, scores={"turbo": scores.with_exact([last], exact)}, sort_by="specificity")
+    result = replace(result, scores={"turbo": scores.with_exact([last], exact)})
     run.results = [result]
     lines = lines_of(score_report(run, None))
     header = next(line for line in lines if "by full" in line)

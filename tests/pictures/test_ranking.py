@@ -62,10 +62,12 @@ def test_residues_left_out_have_a_letter_and_no_colour(ranking, unknown_residues
 def test_a_ranking_by_specificity_shows_specificity(ranking, contexts: int) -> None:
     figures = [BackgroundFigures(-3.0 + 0.1 * index, 0.5, contexts) for index in range(24)]
     scores = {
-        arm: one.with_background(dict(zip([s.candidate for s in one.scores[1:]], figures, strict=True)), "targets")
+        arm: replace(one, sort_by="specificity").with_background(
+            dict(zip([s.candidate for s in one.scores[1:]], figures, strict=True)), "targets"
+        )
         for arm, one in ranking.scores.items()
     }
-    own = replace(ranking, scores=scores, sort_by="specificity")
+    own = replace(ranking, scores=scores)
     (bars, _), (histogram, *_) = ranking_sheet(own, "").layout
     assert bars.names == [own.candidates[index].id for index in own.ranking()[:20]]
     name = "specificity_z" if contexts == 9 else "specificity"
@@ -94,9 +96,9 @@ def test_a_heat_map_shows_what_ranks_by_names_or_residues(ranking, named: bool) 
         for n, one in enumerate(ranking.scores["full"].scores[:8])
     }
     scores = {"full": replace(ranking.scores["full"], scores=ranking.scores["full"].scores[:8])}
-    scores["full"] = scores["full"].with_background(own, "targets")
+    scores["full"] = replace(scores["full"].with_background(own, "targets"), sort_by="specificity")
     candidates = tuple(replace(one, id=f"p{n}" if named else f"#{n}") for n, one in enumerate(ranking.candidates[:8]))
-    result = replace(ranking, scores=scores, candidates=candidates, agreement={}, sort_by="specificity")
+    result = replace(ranking, scores=scores, candidates=candidates, agreement={})
     other = replace(result, target=ProteinRecord("other", "MKT"))
     sheet = matrix_sheet(ScoringRun([result, other]), "")
     [[heat]] = sheet.layout
@@ -113,7 +115,8 @@ def test_a_heat_map_shows_what_ranks_by_names_or_residues(ranking, named: bool) 
     (bars, _), *_ = ranking_sheet(result, "").layout
     assert bars.names[0] == best and bars.hover[0] == name
     # By likelihood, that is drawn, too.
-    likely = matrix_sheet(ScoringRun([replace(one, sort_by="likelihood") for one in (result, other)]), "")
+    by_likelihood = {"full": replace(scores["full"], sort_by="likelihood")}
+    likely = matrix_sheet(ScoringRun([replace(one, scores=by_likelihood) for one in (result, other)]), "")
     [[heat]] = likely.layout
     assert heat.label == "mean log p (nats per residue)"
     assert "--sort-by specificity" in likely.caption and "--sort-by" not in sheet.caption

@@ -234,8 +234,8 @@ def test_specific_peptides_come_first_and_the_best_are_scored_again(page, turbo)
 def test_specificity_ranks_in_standard_deviations_where_all_peptides_have_them(page, turbo):
     peptides = ["GSGSWKDLAE", "PLLKRR", "HHHH", "WTCAC", "DEFGH"]
     rows = run(page, "ranking", "ranking", target=SECOND, peptides="\n".join(peptides), background="decoys")
-    expected = turbo.score(SECOND, peptides, background="all-decoys")
-    assert [row[1] for row in rows] == [peptides[index] for index in expected.ranking("specificity")]
+    expected = turbo.score(SECOND, peptides, background="all-decoys", sort_by="specificity")
+    assert [row[1] for row in rows] == [peptides[index] for index in expected.ranking()]
     page.execute_script("arguments[0].value = '5'", page.find_element("id", "best"))
     page.find_element("id", "again").click()
     wait(lambda: len(cells(page, "ranking")[0]) == 9)
@@ -244,7 +244,7 @@ def test_specificity_ranks_in_standard_deviations_where_all_peptides_have_them(p
     recomputed = expected.with_exact(range(5), full.with_background(background, "decoys"))
     by_peptide = {
         one.candidate: (one.specificity_z, rank)
-        for one, (*_, rank) in zip(recomputed.rescored.values(), recomputed.rescored_cells("specificity"), strict=True)
+        for one, (*_, rank) in zip(recomputed.rescored.values(), recomputed.rescored_cells(), strict=True)
     }
     for _, peptide, *_, specificity, rank in cells(page, "ranking"):
         assert (float(specificity), int(rank)) == (

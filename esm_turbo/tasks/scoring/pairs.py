@@ -258,10 +258,11 @@ def _ranked(
         )
     name, contexts = background_contexts(background, sum(len(one.candidates) for one in pairs) // len(_unique(pairs)))
     found = _compared(turbo, task, pairs, name, contexts, progress, runner, alone=alone)
+    found = PairScores(tuple(one and replace(one, sort_by=sort_by) for one in found.scores), found.failed)
     known = {index: one for index, one in enumerate(found.scores) if one is not None}
     if not rescore or not known:
         return found
-    chosen = chosen_again(list(known.values()), rescore, sort_by, name)
+    chosen = chosen_again(list(known.values()), rescore, name)
     again = [
         TargetPairs(pairs[index].sequence, [one.scores[number].candidate for number in own])
         for (index, one), own in zip(known.items(), chosen, strict=True)
@@ -272,7 +273,7 @@ def _ranked(
     exact = _compared(turbo, replace(task, arms=("full",)), again, name, contexts, shown, runner)
     scores = list(found.scores)
     for (index, one), own in zip(known.items(), exact.scores, strict=True):
-        scores[index] = one.with_exact(one.ranking(sort_by)[:rescore], own)
+        scores[index] = one.with_exact(one.ranking()[:rescore], own)
     return PairScores(tuple(scores), found.failed)
 
 

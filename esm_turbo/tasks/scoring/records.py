@@ -109,7 +109,6 @@ class TargetResult(RecordResult):
         candidates: the candidates that were scored in every arm.
         scores: scores of these candidates by arm.
         agreement: agreement of every other arm with the reference arm.
-        sort_by: what ranks the candidates.
         numbers: see `RecordResult`.
     """
 
@@ -117,7 +116,6 @@ class TargetResult(RecordResult):
     candidates: tuple[Candidate, ...]
     scores: Mapping[Arm, Scores]
     agreement: Mapping[Arm, RankAgreement]
-    sort_by: SortBy = "likelihood"
     numbers: Sequence[int] | None = None
 
     scored = "candidates"
@@ -135,9 +133,14 @@ class TargetResult(RecordResult):
         """The arm that ranks the candidates and that the others are compared with: `full`, or else the first."""
         return _reference(self.scores)
 
+    @property
+    def sort_by(self) -> SortBy:
+        """What ranks the candidates."""
+        return self.scores[self.reference].sort_by
+
     def ranking(self, arm: Arm | None = None) -> list[int]:
         """Indices of the candidates, best first, in an arm; None is the reference."""
-        return self.scores[self.reference if arm is None else arm].ranking(self.sort_by)
+        return self.scores[self.reference if arm is None else arm].ranking()
 
     @property
     def rescored(self) -> Mapping[int, CandidateScore] | None:
@@ -153,7 +156,7 @@ class TargetResult(RecordResult):
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `columns`, best candidate first, one row per arm; None where a candidate has no such figure."""
         ranks = {arm: {index: rank for rank, index in enumerate(self.ranking(arm), 1)} for arm in self.scores}
-        exact = self.scores[self.reference].rescored_cells(self.sort_by)
+        exact = self.scores[self.reference].rescored_cells()
         background = self.scores[self.reference].compared_with
         for index in self.ranking():
             candidate = self.candidates[index]
@@ -180,7 +183,7 @@ class TargetResult(RecordResult):
         }
         if self.rescored is not None:
             scores = self.scores[self.reference]
-            columns, exact = scores.rescored_columns(), scores.rescored_cells(self.sort_by)
+            columns, exact = scores.rescored_columns(), scores.rescored_cells()
             values["rescored"] = [
                 {
                     "id": self.candidates[index].id,
@@ -200,8 +203,7 @@ class TargetResult(RecordResult):
         """See `RecordResult.from_state`; arms are not compared."""
         candidates = tuple(Candidate(**one) for one in values["candidates"])
         scores = {arm: Scores.from_dict(one) for arm, one in values["scores"].items()}
-        target, sort_by, numbers = ProteinRecord(**values["target"]), values["sort_by"], values["numbers"]
-        return cls(target, candidates, scores, {}, sort_by, numbers)
+        return cls(ProteinRecord(**values["target"]), candidates, scores, {}, values["numbers"])
 
 
 @dataclass(repr=False)
@@ -378,15 +380,19 @@ def score_records(
     for index, one in scored.items():
         target, own = given[index]
         if one.failed is None:
-            _add_result(run, target, own, one, top_k)
+            _add_result(run, target, own, one, top_k, sort_by)
         else:
             run.lose(target, one.failed)
-    run.results = [replace(one, sort_by=sort_by) for one in run.results]
     return run
 
 
 def _add_result(
-    run: ScoringRun, target: ProteinRecord, candidates: Sequence[Candidate], scored: Scored[Scores], top_k: int
+    run: ScoringRun,
+    target: ProteinRecord,
+    candidates: Sequence[Candidate],
+    scored: Scored[Scores],
+    top_k: int,
+    sort_by: SortBy,
 ) -> None:
     """Add the candidates whose scores are finite in every arm to the results, and the others to what failed."""
     numbers = range(len(candidates)) if scored.numbers is None else scored.numbers
@@ -401,11 +407,13 @@ def _add_result(
     if not kept:
         return
     chosen = tuple(numbers[at] for at in kept)
-    scores = {arm: replace(s, scores=tuple(s.scores[at] for at in kept)) for arm, s in scored.scores.items()}
+    scores = {
+        arm: replace(s, scores=tuple(s.scores[at] for at in kept), sort_by=sort_by) for arm, s in scored.scores.items()
+    }
     first = scores[_reference(scores)]
     agreement = {arm: one.agreement(first, top_k) for arm, one in scores.items() if one is not first}
     some = chosen if len(numbers) < len(candidates) else None
-    run.results.append(TargetResult(target, tuple(candidates[n] for n in chosen), scores, agreement, numbers=some))
+    run.results.append(TargetResult(target, tuple(candidates[n] for n in chosen), scores, agreement, some))
 
 
 def _reference(arms: Iterable[Arm]) -> Arm:

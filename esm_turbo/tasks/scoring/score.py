@@ -149,6 +149,7 @@ class Scores(ItemScores):
         model: name of the model.
         background: what candidates were compared with: `alone`, `targets`, `decoys`, or None.
         rescored: scores of the best candidates by the arm `full`, by index; None if none were scored again.
+        sort_by: what ranks the candidates, `likelihood` or `specificity`.
     """
 
     scores: tuple[CandidateScore, ...]
@@ -159,6 +160,7 @@ class Scores(ItemScores):
     model: str
     background: str | None = None
     rescored: Mapping[int, CandidateScore] | None = None
+    sort_by: SortBy = "likelihood"
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index]!r}" for index in self.ranking()[:1]]
@@ -171,7 +173,7 @@ class Scores(ItemScores):
         return [*_COLUMNS, *more, *self.rescored_columns()]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per candidate, in their order, its rank and figures; None where it has no such figure."""
+        """Per candidate, in their order, its rank by `sort_by` and figures; None where it has no such figure."""
         ranks = {index: rank for rank, index in enumerate(self.ranking(), start=1)}
         exact = self.rescored_cells()
         for index, one in enumerate(self.scores):
@@ -186,17 +188,14 @@ class Scores(ItemScores):
         compared = () if self.background is None else SPECIFICITY_COLUMNS
         return ["full_pseudo_perplexity", *(f"full_{name}" for name in compared), "full_rank"]
 
-    def rescored_cells(self, by: SortBy = "likelihood") -> list[tuple[float | None, ...]]:
+    def rescored_cells(self) -> list[tuple[float | None, ...]]:
         """For each candidate its figures by the arm `full`, and its rank among those scored again; None for others.
 
-        They have a specificity if their background was scored again, too.
-
-        Args:
-            by: what ranks them, in the unit of `ranking`.
+        They have a specificity if their background was scored again, too, and are ranked as by `ranking`.
         """
         columns, again = self.rescored_columns(), self.rescored or {}
         exact = replace(self, scores=tuple(again.get(index, one) for index, one in enumerate(self.scores)))
-        order = [index for index in exact.ranking(by) if index in again]
+        order = [index for index in exact.ranking() if index in again]
         cells: list[tuple[float | None, ...]] = [(None,) * len(columns)] * len(self.scores)
         for rank, index in enumerate(order, start=1):
             figures = (getattr(again[index], name.removeprefix("full_")) for name in columns[:-1])
@@ -208,14 +207,14 @@ class Scores(ItemScores):
         """Pseudo-perplexity of each candidate."""
         return [score.pseudo_perplexity for score in self.scores]
 
-    def ranking(self, by: SortBy = "likelihood") -> list[int]:
+    def ranking(self, by: SortBy | None = None) -> list[int]:
         """Indices of the candidates, best first; equal ones keep their order.
 
         Args:
             by: `likelihood`, lowest pseudo-perplexity first; or `specificity`, highest first, in standard deviations if
-                all candidates have it in them. Candidates without come last.
+                all candidates have it in them. Candidates without come last. None is `sort_by`.
         """
-        if check_choice("by", by, get_args(SortBy)) == "likelihood":
+        if check_choice("by", by or self.sort_by, get_args(SortBy)) == "likelihood":
             return sorted(range(len(self.scores)), key=self.pseudo_perplexities.__getitem__)
         _, values = self.specificities()
         return sorted(range(len(values)), key=lambda index: math.inf if (x := values[index]) is None else -x)
@@ -281,13 +280,14 @@ class Scores(ItemScores):
         unknown = values.get("unknown_residues", "omit")
         scores = tuple(CandidateScore.from_dict(one, unknown) for one in values["candidates"])
         fields = {name: values[name] for name in _FIELDS} | {"background": values.get("background")}
+        fields["sort_by"] = values.get("sort_by", "likelihood")
         if "rescored" in values:
             fields["rescored"] = {one["index"]: CandidateScore.from_dict(one, unknown) for one in values["rescored"]}
         return cls(scores, **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = {name: getattr(self, name) for name in (*_FIELDS, "background")}
+        values = {name: getattr(self, name) for name in (*_FIELDS, "background", "sort_by")}
         values["unknown_residues"] = next((one.unknown_residues for one in self.scores), "omit")
         values["candidates"] = [one.to_dict() for one in self.scores]
         if self.rescored is not None:
@@ -463,14 +463,14 @@ def compared(
     return [one.with_background(own, background) for one, own in zip(scores, figures, strict=True)]
 
 
-def chosen_again(scores: Sequence[Scores], top: int, sort_by: SortBy, background: str | None) -> list[list[int]]:
+def chosen_again(scores: Sequence[Scores], top: int, background: str | None) -> list[list[int]]:
     """Indices of the candidates of each target that are scored again exactly: the best.
 
     Where other targets are the background that ranks, a candidate that is among the best on one target is scored again
     on all of its targets.
     """
-    best = [one.ranking(sort_by)[:top] for one in scores]
-    if sort_by == "likelihood" or background != "targets":
+    best = [one.ranking()[:top] for one in scores]
+    if scores[0].sort_by == "likelihood" or background != "targets":
         return best
     known = {one.scores[index].candidate for one, own in zip(scores, best, strict=True) for index in own}
     return [[index for index, one in enumerate(own.scores) if one.candidate in known] for own in scores]

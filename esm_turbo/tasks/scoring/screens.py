@@ -59,15 +59,15 @@ def rescore(run: ScoringRun, top: int, contexts: Sequence[ProteinRecord], score_
     """
     if not run.results:
         return
-    sort_by, background = run.results[0].sort_by, "decoys" if contexts else "targets"
-    best = chosen_again([one.scores[one.reference] for one in run.results], top, sort_by, background)
+    background = "decoys" if contexts else "targets"
+    best = chosen_again([one.scores[one.reference] for one in run.results], top, background)
     chosen = [
         replace(one.candidates[index], target=one.target.id)
         for one, own in zip(run.results, best, strict=True)
         for index in own
     ]
     again = score_more([one.target for one in run.results], chosen, ["full"], stage="rescore")
-    if sort_by == "specificity":
+    if run.results[0].sort_by == "specificity":
         elsewhere = score_in(contexts, again, score_more, "rescore background") if contexts else None
         compare(again, background, elsewhere)
     run.failed += again.failed

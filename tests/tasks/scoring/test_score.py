@@ -250,22 +250,25 @@ def test_the_exact_specificity_has_an_exact_background(turbo: TurboEsm, backgrou
     else:
         found = turbo.score_pairs([TARGET, *others], CANDIDATES, **options)[0]
     full = turbo.score(TARGET, CANDIDATES, arm="full", background=others)
-    best = found.ranking("specificity")[:3]
+    best = found.ranking()[:3]
+    assert best == found.ranking("specificity")[:3] != found.ranking("likelihood")[:3]
+    assert Scores.from_dict(found.to_dict()) == found
     expected = {index: (full.scores[index].specificity, full.scores[index].specificity_z) for index in best}
     columns = ["full_pseudo_perplexity", "full_specificity", "full_specificity_z", "full_rank"]
     frame = found.to_frame()
+    assert frame["rank"].sort_values().index.tolist() == found.ranking()
     assert found.rescored_columns() == list(frame.columns[-4:]) == columns
     for index, values in expected.items():
         assert frame.loc[index, columns[1:3]].tolist() == pytest.approx(values, abs=1e-4)
     assert frame["full_specificity"].notna().sum() == 3
     order = sorted(best, key=lambda index: expected[index][1], reverse=True)
-    assert [found.rescored_cells("specificity")[index][-1] for index in order] == [1, 2, 3]
+    assert frame["full_rank"][order].tolist() == [1, 2, 3]
 
 
 def test_exact_ranks_are_in_the_unit_of_all_ranks() -> None:
     def scores(*means: float) -> Scores:
         own = [CandidateScore(letter, (mean,)) for letter, mean in zip("ACD", means, strict=False)]
-        return Scores(tuple(own), "frozen", "exact", "masked", 8, "m")
+        return Scores(tuple(own), "frozen", "exact", "masked", 8, "m", sort_by="specificity")
 
     # The last has too few contexts for standard deviations, so that all are ranked in nats.
     figures = {
@@ -275,8 +278,8 @@ def test_exact_ranks_are_in_the_unit_of_all_ranks() -> None:
     }
     found = scores(-2.5, -2.2, -2.9).with_background(figures, "decoys")
     found = found.with_exact([0, 1], scores(-2.6, -2.3).with_background(figures, "decoys"))
-    assert found.specificities()[0] == "nats" and found.ranking("specificity") == [1, 0, 2]
-    cells = [dict(zip(found.rescored_columns(), one, strict=True)) for one in found.rescored_cells("specificity")]
+    assert found.specificities()[0] == "nats" and found.ranking() == [1, 0, 2]
+    cells = [dict(zip(found.rescored_columns(), one, strict=True)) for one in found.rescored_cells()]
     assert [one["full_rank"] for one in cells] == [2, 1, None]
     assert [one["full_specificity"] for one in cells] == [pytest.approx(0.4), pytest.approx(0.7), None]
     assert [one["full_specificity_z"] for one in cells] == [pytest.approx(4), pytest.approx(0.7), None]
