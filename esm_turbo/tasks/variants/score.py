@@ -76,8 +76,8 @@ class VariantScores(ItemScores):
         arm: `full`, `frozen` or `turbo`.
         preset: storage format of the wild type; None for `full`.
         model: name of the model.
-        refresh: number of residues around a position that ran again with its mask; 0 for `full` and for wild-type
-            marginals, and where whole proteins ran after homologs.
+        refresh: number of residues around a position of the wild type that ran again with its mask; 0 for `full` and
+            for wild-type marginals, and where whole proteins ran after homologs.
         first_position: position of the protein's first residue.
         contexts: number of contexts of homologs whose log-probabilities were averaged.
     """
@@ -269,8 +269,9 @@ class ProteinRows(ItemRows[VariantScores]):
             raise ValueError("`freeze_query` reuses a protein after its homologs; give a `context`")
         self._freezes = freeze_query
         refreshes = method != "wild_type" and (freeze_query or row_arm(turbo, arm) != "full")
-        # A protein has at most this many residues besides the masked one.
-        self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
+        self._window = refresh + 1 if refreshes else 1
+        # Of the wild type, which has at most so many residues besides the masked one; a variant may have more.
+        self.refresh = min(self._window, len(self.wild_type)) - 1
         if method == "pseudo_perplexity":
             if cache is not None:
                 raise ValueError("a cache holds the wild type alone; for pseudo-perplexities give its residues")
@@ -302,7 +303,7 @@ class ProteinRows(ItemRows[VariantScores]):
         }
         if row_arm(self.turbo, self.arm) != "full":
             residues = len(ids) - 1 - (ids[-1] == codes.eos)
-            shared |= {"count": len(positions), "width": min(self.refresh + 1, residues), "hides": True}
+            shared |= {"count": len(positions), "width": min(self._window, residues), "hides": True}
             return [WindowRows(context=ids, kept=len(ids), ids=ids, cache=cache, **shared)]
         shared["count"] = 1 if self.method == "wild_type" else len(positions)
         return [self._after(one, ids, shared) for one in self._contexts or [QueryContext(())]]
@@ -314,7 +315,7 @@ class ProteinRows(ItemRows[VariantScores]):
             shared = shared | {"context": context.ids, "kept": len(context.ids), "cache": context.cache}
             if self._freezes:
                 [present], _ = self.turbo.codes.present([context.ids])
-                width = min(self.refresh + 1, len(ids) - self.turbo.codes.around)
+                width = min(self._window, len(ids) - self.turbo.codes.around)
                 shared |= {"query": ids, "hides": True, "kept": len(present) + len(ids), "width": width}
                 return FrozenQueryRows(ids=ids, **shared)
             return WholeRows(ids=ids, width=len(ids), **shared)

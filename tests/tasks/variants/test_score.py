@@ -118,8 +118,12 @@ def test_pseudo_perplexities_are_those_of_whole_variants(turbo: TurboEsm, mini_h
     assert calls[-1] == ("score", 28 + 28 + 26 + 30, 28 + 28 + 26 + 30)
     assert list(full.rows())[1][:4] == ("K2_T3del", "2_3", "K_T", "del")
     # With every other residue refreshed, a frozen context holds nothing of the residue that is masked but its columns.
-    ours = turbo.score_variants(WILD_TYPE, variants, method="pseudo_perplexity", arm="frozen", refresh=27)
+    options = {"method": "pseudo_perplexity", "arm": "frozen"}
+    ours, more, most = (turbo.score_variants(WILD_TYPE, variants, **options, refresh=each) for each in (27, 28, 500))
     assert 0 < np.abs(np.array(ours.values) - np.array(full.values)).max() < 0.05
+    # An insertion has more residues to refresh than the wild type.
+    other = (np.abs(np.array(one.values) - np.array(most.values)) > TOLERANCE for one in (ours, more))
+    assert [each.tolist() for each in other] == [[False, False, True, False]] * 2 and most.refresh == 27
     with pytest.raises(ValueError, match="K2_T3del has no marginals"):
         turbo.score_variants(WILD_TYPE, variants)
     with pytest.raises(ValueError, match="give its residues"):
