@@ -116,7 +116,7 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
         self.layers = nn.ModuleList(E1Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_global = E1RotaryEmbedding(config.rope_theta_global, head_dim)
-        self.exact_contexts: ContextLimits = ContextLimits(
+        self.exact_contexts = ContextLimits(
             config.max_num_sequences, config.max_num_positions_within_seq, config.max_num_positions_global
         )
         self.rotary_within = E1RotaryEmbedding(config.rope_theta_within_seq, head_dim)
@@ -241,15 +241,15 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             if sequence_id is not None:
                 if mask is not None:
                     sequence_id = torch.where(mask, sequence_id, -1)
-                real = sequence_id >= 0
-                attention_mask, count = real.long(), int(sequence_id.max()) + 1
-                self.exact_contexts.check("a row, numbered by `sequence_id` or `<bos>`", count, positions=0)
-                if count <= 1:
+                real, limit = sequence_id >= 0, self.config.max_num_sequences
+                attention_mask = real.long()
+                falls = sequence_id.where(real, limit).diff(dim=1) < 0
+                if not bool((sequence_id > 0).any()):
                     sequence_id = None
-                elif bool((sequence_id.where(real, count).diff(dim=1) < 0).any()):
+                elif bool(falls.any() | (sequence_id >= limit).any()):
                     raise ValueError(
-                        "rows of several sequences must begin with `<bos>`, be numbered upwards by `sequence_id`, and"
-                        " be padded on the right and nowhere else"
+                        f"rows of several sequences must begin with `<bos>`, be numbered upwards from 0 to {limit - 1},"
+                        " and be padded on the right and nowhere else"
                     )
             kwargs["chains"] = sequence_id
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
