@@ -19,6 +19,7 @@ from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import locked_parts, locked_temporary, only_writer
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
@@ -97,7 +98,7 @@ def embed_records(
     Raises:
         ValueError: `out` holds embeddings made with other settings, is one file that lacks a protein, or another
             process is writing to it; an identifier has a tab or a line break, which the index cannot hold, or names two
-            sequences.
+            sequences; or `truncation_seq_length` is not an integer of at least 1.
         UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
         ImportError: h5py or pyarrow is missing.
     """
@@ -112,6 +113,8 @@ def embed_records(
     for record in records:
         by_sequence.setdefault(record.sequence, []).append(record)
     groups: list[SameSequence] = list(by_sequence.values())
+    if truncation_seq_length is not None:
+        check_count("truncation_seq_length", truncation_seq_length)
     runner = InProcessRunner(turbo) if runner is None else runner
     toks_per_batch = protein_tokens(toks_per_batch, turbo, runner.devices)
     # Of all proteins, so that those of a shard have the names that they have among all.

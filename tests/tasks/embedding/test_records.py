@@ -233,6 +233,13 @@ def test_other_settings_are_refused(run, tiny, turbo, tmp_path, file_format):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("length", [-5, 0, True, 5.0])
+def test_what_is_no_length_is_refused(run, tmp_path, length):
+    with pytest.raises(ValueError, match="`truncation_seq_length` must be an integer of at least 1, got "):
+        run(tmp_path / "out", truncation_seq_length=length)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_protein_too_large_for_memory_is_a_failed_record(run, tiny, tmp_path, monkeypatch):
     original = embedding._hidden_states
     shapes = []
