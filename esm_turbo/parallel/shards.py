@@ -26,7 +26,7 @@ from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
 from esm_turbo.proteins.fasta import BadRecord, sha256_file
 from esm_turbo.tasks.common.pieces import Shard
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SUFFIX = ".shards"
 
 Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]

@@ -39,7 +39,9 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 2400)
     monkeypatch.chdir(tmp_path)
     records = proteins()
-    Path("p.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records))
+    rows = "".join(f">{one.id}\n{one.sequence}\n" for one in records)
+    # Its files are named by its identifier, unlike those of the others.
+    Path("p.fasta").write_text(f"{rows}>label\nMKTAYIAK\n")
     Path("t.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records[5:8]))
     # Of two equal candidates, the first in the file comes first.
     peptides = ["ACDEF", "WTC", "ACDEF", "GHIKLMN", "WTC", "PQRSTVW", "ACDEF", "MKT"]

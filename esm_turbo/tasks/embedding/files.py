@@ -69,14 +69,18 @@ def is_hashed(name: str) -> bool:
     return re.fullmatch(_HASH, name.partition(".")[0]) is not None
 
 
-def safe_labels(groups: Iterable[SameSequence]) -> dict[str, list[str]]:
-    """Sequences whose files can be named by a label, with their identifiers; the first one is the label.
+def file_suffixes(file_format: EmbeddingFormat, include: Iterable[str]) -> list[str]:
+    """Suffixes of the files of a sequence: that of its embedding, and that of its cache."""
+    return [f".{file_format}"] * bool(set(include) - {"cache"}) + [CACHE_SUFFIX] * ("cache" in include)
+
+
+def safe_labels(identifiers: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Of the identifiers of sequences, by hash, those of sequences whose files can be named by the first: the label.
 
     Safe are letters, digits and `_ . | + = @ -`, the punctuation but for `_` not at the beginning; what could be a hash
     is not. Names that only differ in case are the same to some systems.
     """
-    identifiers = {group[0].sequence: list(dict.fromkeys(record.id for record in group)) for group in groups}
-    uses = Counter(name.lower() for names in identifiers.values() for name in names)
+    uses = Counter(name.lower() for names in identifiers.values() for name in set(names))
     return {
         sequence: names
         for sequence, names in identifiers.items()
@@ -91,20 +95,15 @@ class PartFiles:
 
     Args:
         folder: the folder, a temporary of the run.
-        file_format: format of the embeddings.
-        include: the results that are requested.
+        suffixes: of the files, see `file_suffixes`.
         content: the settings on which their content depends.
 
     Raises:
         OSError: by `write`, if a file cannot be written.
     """
 
-    def __init__(
-        self, folder: Path, file_format: EmbeddingFormat, include: Iterable[str], content: Mapping[str, Any]
-    ) -> None:
-        self.folder = folder
-        self.suffixes = [f".{file_format}"] if set(include) - {"cache"} else []
-        self.suffixes += [CACHE_SUFFIX] if "cache" in include else []
+    def __init__(self, folder: Path, suffixes: Sequence[str], content: Mapping[str, Any]) -> None:
+        self.folder, self.suffixes = folder, suffixes
         self._content = dict(content)
 
     def key(self, sequence: str) -> str:

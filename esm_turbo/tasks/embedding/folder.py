@@ -21,7 +21,6 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import file_errors, link_file, only_writer, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.lookup import listed
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
 from esm_turbo.tasks.embedding.files import (
@@ -29,9 +28,11 @@ from esm_turbo.tasks.embedding.files import (
     PartFiles,
     SameSequence,
     check_same_settings,
+    file_suffixes,
     is_hashed,
     read_entry,
     read_settings,
+    safe_labels,
     sequence_hash,
 )
 from esm_turbo.tasks.embedding.index import EmbeddingIndex
@@ -42,22 +43,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("esm_turbo")
 
 
-class FolderWriter:
-    """A folder with one file per sequence, and one for its cache: what it holds, and what is added.
+class EmbeddingFolder:
+    """A folder with one file per sequence, and one for its cache: their names, and the index.
 
     Args:
-        parts: a temporary folder in the folder, which no other process writes to, for the parts of this run.
+        folder: a folder that no other process writes to.
         file_format: format of the files.
         settings: see `records.embedding_writer`.
-        turbo: the model, which existing caches must belong to.
         labels: see `safe_labels`; files of other sequences are named by their hash, as are all if this is None.
         names: whether labels are used; None does as the folder does, and uses them in a new one.
-        devices: what computes the embeddings; None for the model's own device.
+        device: what computes the embeddings.
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
         recorded: what is recorded beside the settings, and may differ between runs.
-        parts: writes the parts.
 
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
@@ -66,20 +65,18 @@ class FolderWriter:
 
     def __init__(
         self,
-        parts: Path,
+        folder: Path,
         file_format: EmbeddingFormat,
         settings: Mapping[str, Any],
-        turbo: ContextModel,
-        labels: Mapping[str, Sequence[str]] | None = None,
-        names: FileNames | None = None,
-        devices: str | None = None,
+        labels: Mapping[str, Sequence[str]] | None,
+        names: FileNames | None,
+        device: str,
     ) -> None:
         self.damaged: list[str] = []
-        self.folder, self.turbo = parts.parent, turbo
+        self.folder, self.suffixes = folder, file_suffixes(file_format, settings["include"])
         for own in (INDEX_FILE, SETTINGS_FILE):
             refuse_links(self.folder / own, self.folder)
-        self.recorded = {"device": devices or str(turbo.model.device)}
-        self._content = dict(settings)
+        self.recorded = {"device": device}
         self._settings = {"format": file_format, **settings}
         self._is_new = not (self.folder / SETTINGS_FILE).exists()
         existing = {"names": "label"} if self._is_new else read_settings(self.folder)
@@ -89,10 +86,6 @@ class FolderWriter:
             self._settings["names"] = "label"
         if not self._is_new:
             check_same_settings(self.folder, existing, self._settings)
-        self.parts = PartFiles(parts, file_format, settings["include"], self._content)
-        # safetensors makes files that nobody else can read.
-        (parts / "mode").touch()
-        self._mode = (parts / "mode").stat().st_mode
         self.index = EmbeddingIndex(self.folder / INDEX_FILE)
         if self.index.damaged and self._is_new:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
@@ -105,62 +98,49 @@ class FolderWriter:
         if self.index.damaged:
             self.damaged.append(os.fspath(self.index.path))
         self._labels: dict[str, str] = {}
-        self._labels |= {sequence: own[0] for sequence, own in labels.items() if self._is_free(sequence, own)}
+        self._labels |= {name: own[0] for name, own in labels.items() if self._is_free(name, own)}
         remove_temporaries(self.folder)
 
-    def _exists(self, name: str) -> bool:
-        return any((self.folder / f"{name}{suffix}").exists() for suffix in self.parts.suffixes)
-
-    def _is_free(self, sequence: str, identifiers: Sequence[str]) -> bool:
+    def _is_free(self, name: str, identifiers: Sequence[str]) -> bool:
         """Whether files may be named by the first of these identifiers: no others' are, and none has a hash yet."""
-        files = [f"{identifiers[0]}{suffix}" for suffix in self.parts.suffixes]
-        if self._is_new and self._exists(identifiers[0]):
+        files = [f"{identifiers[0]}{suffix}" for suffix in self.suffixes]
+        if self._is_new and any((self.folder / file).exists() for file in files):
             # Another program's, in a folder that is new to this one.
             return False
-        named = any(set(identifiers) & self.index.identifiers(name) for name in self._files(sequence).values())
-        return not named and all(self.index.identifiers(name) <= set(identifiers) for name in files)
+        named = any(set(identifiers) & self.index.identifiers(file) for file in self.files(name).values())
+        return not named and all(self.index.identifiers(file) <= set(identifiers) for file in files)
 
-    def has(self, proteins: SameSequence) -> bool:
-        """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
-        sequence = proteins[0].sequence
-        names = self._files(sequence).values()
-        if not all(self.index.identifiers(name) and self._is_good(name, sequence) for name in names):
-            return False
-        # Other proteins with this sequence may be new.
-        self._record(proteins)
-        return True
+    def files(self, name: str) -> dict[str, str]:
+        """Names of the files of a sequence with this hash, by suffix."""
+        return {suffix: f"{self._labels.get(name, name)}{suffix}" for suffix in self.suffixes}
 
     def begin(self) -> None:
-        """Record the settings, before the first part."""
+        """Record the settings, before the first file."""
         if self._is_new:
             with replacing(self.folder / SETTINGS_FILE, inside=True) as temporary:
                 temporary.write_text(json.dumps(self._settings | self.recorded, indent=2) + "\n", encoding="utf-8")
         self._is_new = False
 
-    def add(self, proteins: SameSequence) -> None:
-        """Add proteins whose parts have been written; they count as done after the next `commit`."""
-        sequence = proteins[0].sequence
-        for suffix, name in self._files(sequence).items():
-            part = self.parts.path(sequence, suffix)
-            with file_errors(self.folder / name):
-                os.chmod(part, self._mode)
-                os.replace(part, self.folder / name)
-        self._record(proteins)
+    def record(self, name: str, identifier: str, residues: int) -> None:
+        """Add a protein whose sequence has this hash to the next `commit`."""
+        files = self.files(name)
+        cache = files.pop(CACHE_SUFFIX, "")
+        self.index.add(identifier, residues, ["".join(files.values()), cache])
 
     def commit(self) -> None:
         """Make everything added since the last call count as done, even if the process is killed afterwards."""
         with file_errors(self.index.path):
             self.index.commit()
 
-    def finish(self, records: Sequence[ProteinRecord]) -> None:
-        """Complete the output, at the end of a run that was not interrupted and has embedded these records."""
+    def finish(self, identifiers: Sequence[str]) -> None:
+        """Complete the output, at the end of a run that was not interrupted and has embedded these proteins."""
         self.commit()
         with file_errors(self.index.path):
-            self.index.sort([record.id for record in records])
+            self.index.sort(identifiers)
         if "names" not in self._settings:
             return
         there, own = set(os.listdir(self.folder)), {identifier: files for identifier, _, *files in self.index.rows}
-        names = ((record.id, f"{record.id}{suffix}") for record in records for suffix in self.parts.suffixes)
+        names = ((identifier, f"{identifier}{suffix}") for identifier in identifiers for suffix in self.suffixes)
         if left := [identifier for identifier, name in names if name in there and name not in own[identifier]]:
             _log.warning(
                 "%s: its files named %s are of other sequences, or of another program; %s names those of these",
@@ -169,16 +149,62 @@ class FolderWriter:
                 INDEX_FILE,
             )
 
-    def _files(self, sequence: str) -> dict[str, str]:
-        """Names of the files of a sequence, by suffix."""
-        name = self._labels.get(sequence) or sequence_hash(sequence)
-        return {suffix: f"{name}{suffix}" for suffix in self.parts.suffixes}
+
+class FolderWriter(EmbeddingFolder):
+    """A folder of embeddings, and the parts of a run that are added to it.
+
+    Args:
+        parts: a temporary folder in the folder, which no other process writes to, for the parts of this run.
+        file_format: see `EmbeddingFolder`, as are `settings`, `labels` and `names`.
+        turbo: the model, which existing caches must belong to.
+        devices: what computes the embeddings; None for the model's own device.
+
+    Attributes:
+        parts: writes the parts.
+    """
+
+    def __init__(
+        self,
+        parts: Path,
+        file_format: EmbeddingFormat,
+        settings: Mapping[str, Any],
+        turbo: ContextModel,
+        labels: Mapping[str, Sequence[str]] | None = None,
+        names: FileNames | None = None,
+        devices: str | None = None,
+    ) -> None:
+        super().__init__(parts.parent, file_format, settings, labels, names, devices or str(turbo.model.device))
+        self.turbo, self._content = turbo, dict(settings)
+        self.parts = PartFiles(parts, self.suffixes, self._content)
+        # safetensors makes files that nobody else can read.
+        (parts / "mode").touch()
+        self._mode = (parts / "mode").stat().st_mode
+
+    def has(self, proteins: SameSequence) -> bool:
+        """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
+        sequence = proteins[0].sequence
+        name = sequence_hash(sequence)
+        files = self.files(name).values()
+        if not all(self.index.identifiers(file) and self._is_good(file, sequence) for file in files):
+            return False
+        # Other proteins with this sequence may be new.
+        self._record(proteins)
+        return True
+
+    def add(self, proteins: SameSequence) -> None:
+        """Add proteins whose parts have been written; they count as done after the next `commit`."""
+        sequence = proteins[0].sequence
+        for suffix, name in self.files(sequence_hash(sequence)).items():
+            part = self.parts.path(sequence, suffix)
+            with file_errors(self.folder / name):
+                os.chmod(part, self._mode)
+                os.replace(part, self.folder / name)
+        self._record(proteins)
 
     def _record(self, proteins: SameSequence) -> None:
-        files = self._files(proteins[0].sequence)
-        cache = files.pop(CACHE_SUFFIX, "")
+        name = sequence_hash(proteins[0].sequence)
         for record in proteins:
-            self.index.add(record.id, len(record.sequence), ["".join(files.values()), cache])
+            self.record(name, record.id, len(record.sequence))
 
     def _is_good(self, name: str, sequence: str) -> bool:
         """Whether a file is undamaged and holds this sequence's results under these settings."""
@@ -209,28 +235,34 @@ class FolderWriter:
 
 
 def merge_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
-    """Join folders of embeddings, by links to their files where the file system allows them.
+    """Join folders of embeddings, whose files are named by hashes, by links where the file system allows them.
 
     Args:
-        out: the folder to write; if it exists, its embeddings are kept.
+        out: the folder to write, with names as in a run of all proteins; if it exists, its embeddings are kept.
         folders: see `joined_rows`, as are `orders`, which are the order of the joined index.
 
     Raises:
-        ValueError: the settings differ, or another process is writing to `out`.
+        ValueError: the settings differ, `out` has an index that is not one of embeddings, or another process is
+            writing to it.
         OSError: a file cannot be written.
     """
     settings, rows = joined_rows(folders, orders)
+    file_format, device, names = settings.pop("format"), settings.pop("device"), settings.pop("names", "hash")
+    hashes = {identifier: max(files).partition(".")[0] for _, (identifier, _, *files) in rows}
+    groups: dict[str, list[str]] = {}
+    for identifier, name in hashes.items():
+        groups.setdefault(name, []).append(identifier)
     with only_writer(out):
-        if (out / SETTINGS_FILE).exists():
-            check_same_settings(out, read_settings(out), settings)
-        index = EmbeddingIndex(out / INDEX_FILE)
-        for folder, (identifier, residues, *names) in rows:
-            for name in filter(None, names):
-                link_file(folder / name, out / name)
-            index.add(identifier, int(residues), names)
-        link_file(folders[0] / SETTINGS_FILE, out / SETTINGS_FILE)
-        index.commit()
-        index.sort([identifier for _, (identifier, *_) in rows])
+        target = EmbeddingFolder(out, file_format, settings, safe_labels(groups), names, device)
+        for path in target.damaged:
+            _log.warning("%s: was damaged, and has been written again with the rows that can be read", path)
+        target.begin()
+        for folder, (identifier, residues, *_) in rows:
+            name = hashes[identifier]
+            for suffix, file in target.files(name).items():
+                link_file(folder / f"{name}{suffix}", out / file)
+            target.record(name, identifier, int(residues))
+        target.finish(list(hashes))
 
 
 def joined_rows(

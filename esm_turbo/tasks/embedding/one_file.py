@@ -102,10 +102,10 @@ class OneFileWriter(FolderWriter):
     def has(self, proteins: SameSequence) -> bool:
         return self._is_complete or super().has(proteins)
 
-    def finish(self, records: Sequence[ProteinRecord]) -> None:
-        super().finish(records)
+    def finish(self, identifiers: Sequence[str]) -> None:
+        super().finish(identifiers)
         if not self._is_complete:
-            chosen = {one.id for one in records}
+            chosen = set(identifiers)
             rows = ((self.folder, row) for row in self.index.rows if row[0] in chosen)
             _export(self._kind, self._out, self._content | self.recorded, rows)
         # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.

@@ -27,7 +27,7 @@ from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.common.same_model import run_on_model
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
-from esm_turbo.tasks.embedding.files import SameSequence, safe_labels
+from esm_turbo.tasks.embedding.files import SameSequence, safe_labels, sequence_hash
 from esm_turbo.tasks.embedding.folder import FolderWriter
 from esm_turbo.tasks.embedding.one_file import ONE_FILE_FORMATS, OneFileWriter
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
@@ -117,8 +117,9 @@ def embed_records(
         check_count("truncation_seq_length", truncation_seq_length)
     runner = InProcessRunner(turbo) if runner is None else runner
     toks_per_batch = protein_tokens(toks_per_batch, turbo, runner.devices)
-    # Of all proteins, so that those of a shard have the names that they have among all.
-    labels = safe_labels(groups)
+    # Those of a shard follow from all shards, when they are joined.
+    identifiers = {sequence_hash(group[0].sequence): [one.id for one in group] for group in groups}
+    labels = safe_labels(identifiers) if plan is None else {}
     numbers: dict[str, int] = {}
     if plan is not None:
         numbers = {record.id: number for number, record in reversed([*enumerate(records)])}
@@ -159,7 +160,7 @@ def embed_records(
                     written += len(by_sequence[record.sequence])
                 writer.commit()
             embedded = [record for record in records if record.sequence not in failed]
-            writer.finish(embedded)
+            writer.finish([record.id for record in embedded])
         except OSError as error:
             raise UnfinishedError(
                 f"{error}; {written} of {len(records)} proteins are done and kept: free some space, then run the same"

@@ -16,10 +16,24 @@ from esm_turbo import TurboEsm
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.pieces import Plan, Shard
 from esm_turbo.tasks.embedding.files import read_pt, safe_labels, sequence_hash
+from esm_turbo.tasks.embedding.folder import merge_folders
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from tests.helpers.embedding_files import DAMAGE, embedded_files, files, index_rows, proteins
+
+
+@pytest.fixture(params=["a run", "shards"])
+def add(request, run, tmp_path):
+    """`add(out, records)` embeds records into a folder, in one run or in shards that are joined."""
+
+    def join(out, records=None):
+        result = run(tmp_path / "shard", records, plan=Plan(Shard(1, 1)))
+        merge_folders(out, [tmp_path / "shard"], [result.numbers])
+        return result
+
+    return run if request.param == "a run" else join
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -161,17 +175,19 @@ def test_files_have_the_usual_permissions(run, tmp_path, file_format):
     assert {path.stat().st_mode for path in paths} == {(tmp_path / "usual").stat().st_mode}
 
 
-def test_a_folder_of_another_kind_is_not_written_to(run, tmp_path):
-    (tmp_path / INDEX_FILE).write_text("my own notes\n")
+def test_a_folder_of_another_kind_is_not_written_to(add, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / INDEX_FILE).write_text("my own notes\n")
     with pytest.raises(ValueError, match="is not an index of embeddings"):
-        run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [INDEX_FILE]
-    assert (tmp_path / INDEX_FILE).read_text() == "my own notes\n"
-    (tmp_path / INDEX_FILE).unlink()
+        add(out)
+    assert [path.name for path in out.iterdir()] == [INDEX_FILE]
+    assert (out / INDEX_FILE).read_text() == "my own notes\n"
+    (out / INDEX_FILE).unlink()
     for content in ("[1]", "{"):
-        (tmp_path / SETTINGS_FILE).write_text(content)
+        (out / SETTINGS_FILE).write_text(content)
         with pytest.raises(ValueError, match=r"settings.json: damaged"):
-            run(tmp_path)
+            add(out)
 
 
 @pytest.mark.parametrize("name", [INDEX_FILE, SETTINGS_FILE, ".lock"])
@@ -224,9 +240,9 @@ def test_names_of_files():
     assert sequence_hash("MKT") == hashlib.sha256(b"MKT_3").hexdigest()
     good = ["sp|P1|HBA_HUMAN", "a.b-1"]
     bad = ["A/B", "../x", ".hidden", "-flag", "a b", "x.", "x.cache", "n" * 151, "é", "A" * 64, "con.1", "Same", "same"]
-    groups = [[record(name, "MK" + "A" * index)] for index, name in enumerate([*good, *bad])]
+    groups = {str(index): [name] for index, name in enumerate([*good, *bad])}
     assert list(safe_labels(groups).values()) == [[name] for name in good]
-    assert safe_labels([[record("a", "MK"), record("b", "MK"), record("a", "MK")]]) == {"MK": ["a", "b"]}
+    assert safe_labels({"1f": ["a", "b", "a"]}) == {"1f": ["a", "b", "a"]}
 
 
 def test_files_are_named_by_labels(run, tmp_path, computed):
@@ -296,12 +312,12 @@ def test_a_folder_whose_settings_lost_its_names_is_refused(run, tmp_path):
         ),
     ],
 )
-def test_a_label_never_takes_a_file_that_others_use(run, tmp_path, computed, caplog, first, later, expected):
+def test_a_label_never_takes_a_file_that_others_use(run, add, tmp_path, computed, caplog, first, later, expected):
     out = tmp_path / "out"
     run(out, [record(*text.split()) for text in first])
     before = {path: path.read_bytes() for path in embedded_files(out)}
     for _ in range(2):
-        assert run(out, [record(*text.split()) for text in later]).damaged == []
+        assert add(out, [record(*text.split()) for text in later]).damaged == []
     assert {path: path.read_bytes() for path in before} == before
     assert sum(map(len, computed)) == len({text.split()[1] for text in [*first, *later]})
     # Names that only differ in case depend on the system.
@@ -311,12 +327,12 @@ def test_a_label_never_takes_a_file_that_others_use(run, tmp_path, computed, cap
     assert {row[0]: row[2] for row in index_rows(out)} == {one: f"{name}.pt" for one, name in names.items()}
 
 
-def test_files_of_other_programs_are_not_replaced(run, tmp_path, caplog):
+def test_files_of_other_programs_are_not_replaced(add, tmp_path, caplog):
     out = tmp_path / "out"
     out.mkdir()
     (out / "one.pt").write_text("of esm-extract")
     for reused in (0, 1):
-        assert run(out, [record("one", "MKTAYIAK")]).reused == reused
+        assert add(out, [record("one", "MKTAYIAK")]).reused == reused
         assert (out / "one.pt").read_text() == "of esm-extract"
         assert "its files named 'one' are of other sequences, or of another program" in caplog.text
         caplog.clear()
