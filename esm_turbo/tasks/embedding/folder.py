@@ -57,6 +57,7 @@ class EmbeddingFolder:
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
         recorded: what is recorded beside the settings, and may differ between runs.
+        replaced: hashes of the sequences whose files are to be written.
 
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
@@ -73,6 +74,7 @@ class EmbeddingFolder:
         device: str,
     ) -> None:
         self.damaged: list[str] = []
+        self.replaced: list[str] = []
         self.folder, self.suffixes = folder, file_suffixes(file_format, settings["include"])
         for own in (INDEX_FILE, SETTINGS_FILE):
             refuse_links(self.folder / own, self.folder)
@@ -120,6 +122,9 @@ class EmbeddingFolder:
             with replacing(self.folder / SETTINGS_FILE, inside=True) as temporary:
                 temporary.write_text(json.dumps(self._settings | self.recorded, indent=2) + "\n", encoding="utf-8")
         self._is_new = False
+        # A killed run may leave the file of another sequence under a label, and must leave no row that says otherwise.
+        labelled = (name for name in self.replaced if name in self._labels)
+        self.index.drop(file for name in labelled for file in self.files(name).values())
 
     def record(self, name: str, identifier: str, residues: int) -> None:
         """Add a protein whose sequence has this hash to the next `commit`."""
@@ -186,6 +191,7 @@ class FolderWriter(EmbeddingFolder):
         name = sequence_hash(sequence)
         files = self.files(name).values()
         if not all(self.index.identifiers(file) and self._is_good(file, sequence) for file in files):
+            self.replaced.append(name)
             return False
         # Other proteins with this sequence may be new.
         self._record(proteins)
@@ -256,6 +262,7 @@ def merge_folders(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[
         target = EmbeddingFolder(out, file_format, settings, safe_labels(groups), names, device)
         for path in target.damaged:
             _log.warning("%s: was damaged, and has been written again with the rows that can be read", path)
+        target.replaced += groups
         target.begin()
         for folder, (identifier, residues, *_) in rows:
             name = hashes[identifier]

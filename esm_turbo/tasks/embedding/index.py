@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from esm_turbo.files.safe_text import cell, from_cell
@@ -73,6 +73,13 @@ class EmbeddingIndex:
         self._keep(self._staged)
         self._staged = {}
 
+    def drop(self, files: Iterable[str]) -> None:
+        """Remove the rows of all that these files are of."""
+        dropped = {identifier for file in files for identifier in self._identifiers.pop(file.lower(), ())}
+        if dropped:
+            self._rows = {name: row for name, row in self._rows.items() if name not in dropped}
+            self.sort([])
+
     def sort(self, last: Sequence[str]) -> None:
         """Sort the rows so that the file does not depend on interruptions.
 
@@ -82,7 +89,9 @@ class EmbeddingIndex:
         moved = {name: self._rows[name] for name in last if name in self._rows}
         self._rows = {name: row for name, row in self._rows.items() if name not in moved} | moved
         text = "\n".join([_HEADER, *map(_with_checksum, self._rows.values()), ""]).encode()
-        if self._rows and (not self.path.exists() or text != self.path.read_bytes()):
+        if not (self._rows or self._whole_bytes):
+            return
+        if not self.path.exists() or text != self.path.read_bytes():
             with replacing(self.path, inside=True) as temporary:
                 temporary.write_bytes(text)
         self._whole_bytes = len(text)

@@ -18,10 +18,10 @@ from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
 from esm_turbo.tasks.embedding.files import read_pt, safe_labels, sequence_hash
-from esm_turbo.tasks.embedding.folder import merge_folders
+from esm_turbo.tasks.embedding.folder import FolderWriter, merge_folders
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
-from tests.helpers.embedding_files import DAMAGE, embedded_files, files, index_rows, proteins
+from tests.helpers.embedding_files import DAMAGE, embedded_files, files, ids_of, index_rows, proteins
 
 
 @pytest.fixture(params=["a run", "shards"])
@@ -337,3 +337,23 @@ def test_files_of_other_programs_are_not_replaced(add, tmp_path, caplog):
         assert "its files named 'one' are of other sequences, or of another program" in caplog.text
         caplog.clear()
     assert (out / f"{sequence_hash('MKTAYIAK')}.pt").exists()
+
+
+def test_a_stopped_run_leaves_no_row_with_the_file_of_another_sequence(run, tmp_path, monkeypatch):
+    out, old = tmp_path / "out", [record("one", "MKTAYIAK")]
+    run(out, old)
+    for kept in ([], ["two"]):
+        with monkeypatch.context() as patch:
+            # After the file is in its place, and before its row is.
+            patch.setattr(FolderWriter, "record", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run(out, [record("one", "WTC")])
+        assert torch.load(out / "one.pt")["representations"][2].shape[0] == 3
+        assert ids_of(out) == kept
+        # What another run adds, or embeds again, is as in a new folder.
+        run(out, [record("two", "GSGSG")])
+        assert ids_of(out) == ["two"]
+        run(out, old)
+    run(tmp_path / "new", [record("two", "GSGSG")])
+    run(tmp_path / "new", old)
+    assert files(out) == files(tmp_path / "new")
