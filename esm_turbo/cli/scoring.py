@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.console import progress_bar, save, say, show
 from esm_turbo.cli.inputs import check_minimum, list_bad, opened_store, outcome
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import save_plot
@@ -78,6 +78,8 @@ def write_results(
     """
     if sharding.out is not None and run.results:
         save(partial(run.write, run=used, settings=settings), sharding.out)
+        if left_out := ", ".join(run.left_out()):
+            say(f"left out of {sharding.out}, whose own columns have these names: {left_out}; rename them to keep them")
     about = {"settings": settings, "compares_targets": compares_targets}
     sharding.keep(lambda: about | {"results": run.to_state(records)})
 

@@ -38,6 +38,11 @@ class CsvRow(dict[str, str]):
         self.line = line
         self.cells = requested if cells is None else cells
 
+    def without(self, *names: str) -> dict[str, str]:
+        """All columns but some, whose names are case-insensitive."""
+        lower = {name.lower() for name in names}
+        return {name: text for name, text in self.cells.items() if name.lower() not in lower}
+
 
 class CsvError(ValueError):
     """A CSV file cannot be used; the message names the file and the remedy."""

@@ -12,7 +12,6 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.records import kept_columns
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
 from esm_turbo.tasks.common.scoring_task import Scored
 
@@ -88,8 +87,8 @@ class RecordRun(Tabular, Generic[ResultT]):
     """Class of the results."""
     no_columns: ClassVar[tuple[str, ...]]
     """Columns of a table without results."""
-    replaced: ClassVar[tuple[str, ...]] = ()
-    """Columns of the file that stand in the table under other names."""
+    more_columns: ClassVar[tuple[str, ...]]
+    """Columns of text that tables may have besides."""
     types: ClassVar[Mapping[str, type[int] | type[float]]]
     """Columns that hold numbers."""
 
@@ -97,7 +96,7 @@ class RecordRun(Tabular, Generic[ResultT]):
         return named(self, counted(len(self.results), self.noun), f"{len(self.failed):,} failed")
 
     def columns(self) -> list[str]:
-        """Those of the results, and the other columns of the file."""
+        """Those of the results, and the other columns of the file but those `left_out`."""
         return [*self._own_columns(), *self._other_columns()]
 
     def rows(self) -> Iterator[list[object]]:
@@ -110,10 +109,20 @@ class RecordRun(Tabular, Generic[ResultT]):
     def _own_columns(self) -> Sequence[str]:
         return next((one.columns() for one in self.results), self.no_columns)
 
+    @classmethod
+    def own_names(cls) -> set[str]:
+        """Names of all columns that tables of such runs have of their own, in lower case."""
+        return {*cls.no_columns, *cls.more_columns, *cls.types, *RUN_COLUMNS}
+
+    def left_out(self) -> list[str]:
+        """Other columns of the file that have such a name: figures of an earlier run are not those of this one."""
+        return [name for name in self._given_columns() if name.lower() in self.own_names()]
+
     def _other_columns(self) -> list[str]:
-        given = (one for result in self.results for one in result.given())
-        # Figures of an earlier run are not those of this one.
-        return kept_columns(given, [*self._own_columns(), *self.types, *self.replaced, *RUN_COLUMNS])
+        return [name for name in self._given_columns() if name.lower() not in self.own_names()]
+
+    def _given_columns(self) -> Iterable[str]:
+        return next((one for result in self.results for one in result.given()), {})
 
     def lose(self, record: ProteinRecord, reason: str) -> None:
         """Add a record that could not be scored."""

@@ -1,9 +1,9 @@
-"""Records of tables: reading those of which some may be bad, and the columns that are written again."""
+"""Records of tables, of which some may be bad."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from esm_turbo.files.csv_files import CsvError, CsvRow
@@ -71,14 +71,3 @@ def listed_lines(lines: list[int]) -> str:
     first = ", ".join(map(str, lines[:_SHOWN_LINES]))
     rest = len(lines) - _SHOWN_LINES
     return f"lines {first}" + (f" and {rest:,} more" if rest > 0 else "")
-
-
-def kept_columns(inputs: Iterable[Mapping[str, str]], own: Collection[str]) -> list[str]:
-    """Columns of a table that are written again beside results: all but those that the results have themselves.
-
-    Args:
-        inputs: the other columns of each row, the same for all.
-        own: names of the columns of the results.
-    """
-    taken = {name.lower() for name in own}
-    return [name for name in next(iter(inputs), {}) if name.lower() not in taken]

@@ -74,7 +74,7 @@ class Candidate:
         id: identifier; `#N` for the N-th candidate if the file gives none.
         sequence: residues.
         target: identifier of its target; None for all targets.
-        columns: all columns of its row; None if it comes from no table.
+        columns: the other columns of its row; None if it comes from no table.
     """
 
     id: str
@@ -212,7 +212,7 @@ class ScoringRun(RecordRun[TargetResult]):
 
     noun, result_class = "target", TargetResult
     no_columns = COLUMNS
-    replaced = ("id", _ALIAS, BACKGROUND_COLUMN)
+    more_columns = (BACKGROUND_COLUMN,)
     types = COLUMN_TYPES
 
     def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
@@ -315,17 +315,18 @@ def _parsed(
 ) -> tuple[list[Candidate], list[BadRecord]]:
     """Candidates of the rows of a table, see `read_candidates`; `target_of` returns the identifier of their target."""
 
-    def id_of(row: CsvRow) -> str:
-        return next((row[name] for name in _NAMES if row[name]), "")
+    def id_column(row: CsvRow) -> str:
+        return next((name for name in _NAMES if row[name]), _NAMES[0])
 
     def name(row: CsvRow) -> str:
-        return f"{id_of(row) or 'candidate'} (line {row.line})"
+        return f"{row[id_column(row)] or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
         if len(row["sequence"].split()) > 1:
             raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
-        return Candidate(id_of(row) or f"#{number}", sequence, target_of(row), row.cells)
+        others = row.without(id_column(row), "sequence", _ALIAS, "target")
+        return Candidate(row[id_column(row)] or f"#{number}", sequence, target_of(row), others)
 
     return parse_rows(path, rows, "candidates", name, parse)
 

@@ -57,7 +57,7 @@ class MeasuredVariant:
         variant: such as `H24C`.
         measured: measured fitness, higher is better; None if the table has none.
         protein: identifier of its wild type; None if there is only one.
-        columns: all columns of its row; None if it comes from no table.
+        columns: the other columns of its row; None if it comes from no table.
     """
 
     variant: str
@@ -164,6 +164,7 @@ class VariantsRun(RecordRun[ProteinVariants]):
 
     noun, result_class = "protein", ProteinVariants
     no_columns = ("protein", "mutant", *RESIDUE_COLUMNS)
+    more_columns = ("run_method",)
     # Positions are text, as several substitutions have several: `24;26`.
     types = dict.fromkeys(ARMS, float)
 
@@ -201,6 +202,8 @@ def read_variants(
     required = [mutant_column, *(name for name in (protein_column, measured) if name is not None)]
     if is_variant(os.fspath(path)) and not os.path.exists(path):
         raise CsvError(f"{os.fspath(path)}: {NO_SUCH_FILE}; variants belong in the column 'mutant' of a CSV file")
+    if measured is not None and measured.lower() in VariantsRun.own_names():
+        raise CsvError(f"{os.fspath(path)}: {measured!r} is a column of scores, too; rename that of the measurements")
     rows = read_csv(path, required, [by_name, *_MEASURED_COLUMNS])
     if len(wild_types) > 1 and rows and by_name.lower() not in map(str.lower, rows[0].cells):
         raise CsvError(
@@ -209,6 +212,8 @@ def read_variants(
         )
     column = measured or next((name for name in _MEASURED_COLUMNS if any(row[name] for row in rows)), None)
     proteins = ProteinIndex(wild_types)
+    # What is read under another name is kept beside them.
+    written_again = {"protein", "mutant"} & {by_name.lower(), mutant_column.lower()}
 
     def parse(number: int, row: CsvRow) -> tuple[str, MeasuredVariant]:
         if not row[by_name] and len(wild_types) > 1:
@@ -218,7 +223,7 @@ def read_variants(
         if _OF_A_GENE.search(name) and not has_protein_change(name):
             raise ValueError(f"{name!r} names no change of the protein, such as (p.Arg175His)")
         value = None if column is None else _number(row[column], column)
-        return f"line {row.line}", MeasuredVariant(name, value, wild_type.id, row.cells)
+        return f"line {row.line}", MeasuredVariant(name, value, wild_type.id, row.without(*written_again))
 
     read, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
     by_protein: dict[str | None, list[tuple[str, str]]] = {}
@@ -321,7 +326,8 @@ def _number(text: str, column: str) -> float | None:
     if not text:
         return None
     try:
-        value = float(text)
+        # Python reads 1_000 as 1000.
+        value = float("" if "_" in text else text)
     except ValueError:
         raise ValueError(f"{column} is {text!r}, not a number; correct it or leave it empty") from None
     if not math.isfinite(value):

@@ -80,6 +80,22 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
     ]
 
 
+def test_columns_that_have_names_of_other_columns_are_mentioned(esm_shared, wild_type, write, tmp_path):
+    table, out = write("variants.csv", "mutant,protein,gene,position,full\nM1A,p53,wt,site 1,3\n"), tmp_path / "out.csv"
+    _, _, err = esm_shared("variants", wild_type, table, "--protein-column", "gene", "--out", out)
+    assert err.endswith(
+        f"left out of {out}, whose own columns have these names: protein, position, full; rename them to keep them\n"
+    )
+    with out.open() as file:
+        [row] = csv.DictReader(file)
+    assert (row["protein"], row["mutant"], row["position"], row["gene"]) == (
+        "wt",
+        "M1A",
+        "1",
+        "wt",
+    ) and "full" not in row
+
+
 def test_deletions_are_scored_as_whole_variants(esm_shared, wild_type, write):
     table = write("variants.csv", "mutant\nK2del\n")
     code, printed, err = esm_shared("variants", wild_type, table, "--method", "pseudo_perplexity")
@@ -108,6 +124,7 @@ def test_misnumbered_variants_point_to_the_option(esm_shared, wild_type, write, 
         (">a\nMK\n", "variant\nM1A\n", [], "'mutant'; its first line, which names the columns, is 'variant'"),
         (">a\nMK\n", "M1A\nK2A\n", [], "'mutant'; its first line, which names the columns, is 'M1A'"),
         (">a\nMK\n", "mutant\nM1A\n", ["--measured", "fitness"], "lacks the column 'fitness'"),
+        (">a\nMK\n", "mutant,Turbo\nM1A,1\n", ["--measured", "turbo"], "'turbo' is a column of scores, too; rename"),
         (">a\nMK\n", "mutant\nK1A\n", [], "no usable variant"),
         (">a\nMK\n", "mutant\nM1A\n", ["--method", "both"], "--method"),
     ],

@@ -113,8 +113,7 @@ def test_a_space_inside_a_candidate_is_refused(tmp_path: Path) -> None:
 def test_a_target_is_an_identifier_or_a_sequence(tmp_path: Path, target: str) -> None:
     path = tmp_path / "candidates.tsv"
     path.write_text(f"Target\tBinder\tnote\n{target}\tACDEF\tx\n")
-    columns = {"Target": target, "Binder": "ACDEF", "note": "x"}
-    assert read_candidates(path, TARGETS) == ([Candidate("#1", "ACDEF", "one", columns)], [])
+    assert read_candidates(path, TARGETS) == ([Candidate("#1", "ACDEF", "one", {"note": "x"})], [])
 
 
 def test_wrong_targets_are_one_message(tmp_path: Path) -> None:
@@ -221,7 +220,7 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
     run.write(tmp_path / "scores.csv")
     with (tmp_path / "scores.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == (*COLUMNS, "assay")
+    assert tuple(rows[0]) == (*COLUMNS, "assay") and run.left_out() == ["rank", "Full_Rank", "specificity"]
     assert len(rows) == 8 and {(row["candidate"], row["assay"]) for row in rows} == {("a", "'=x"), ("b", "y")}
     # What was written can be read, and keeps the names.
     again, _ = read_candidates(tmp_path / "scores.csv", TARGETS)

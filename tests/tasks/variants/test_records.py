@@ -39,20 +39,26 @@ VARIANTS = [
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     path = tmp_path / "variants.csv"
-    path.write_text("mutant,score,fitness\nM1A,1,0.5\nK2R,2,\nK1A,3,1\nT3S,x,7\nA4G,inf,8\n")
+    path.write_text("mutant,score,fitness\nM1A,1,0.5\nK2R,2,\nK1A,3,1\nT3S,x,7\nA4G,inf,8\nI6V,1_0,9\n")
     return path
 
 
 def test_variants_of_a_file(table: Path) -> None:
     good, bad = read_variants(table, [WILD_TYPE])
-    assert [(one.variant, one.measured) for one in good] == [("M1A", 0.5), ("K2R", None), ("T3S", 7), ("A4G", 8)]
+    assert [(one.variant, one.measured) for one in good] == [
+        ("M1A", 0.5),
+        ("K2R", None),
+        ("T3S", 7),
+        ("A4G", 8),
+        ("I6V", 9),
+    ]
     assert {one.protein for one in good} == {"wt"}
-    assert good[0].columns == {"mutant": "M1A", "score": "1", "fitness": "0.5"}
+    assert good[0].columns == {"score": "1", "fitness": "0.5"}
     assert [(one.record, one.reason) for one in bad] == [
         (
             "line 4",
             "'K1A': residue 1 is M; "
-            "counted from 1, the protein has 4 of the 5 residues that the variants name: correct this one",
+            "counted from 1, the protein has 5 of the 6 residues that the variants name: correct this one",
         )
     ]
 
@@ -63,6 +69,7 @@ def test_measurements_of_another_column(table: Path) -> None:
     assert [one.reason for one in bad[1:]] == [
         "score is 'x', not a number; correct it or leave it empty",
         "score is 'inf', not finite; correct it or leave it empty",
+        "score is '1_0', not a number; correct it or leave it empty",
     ]
 
 
