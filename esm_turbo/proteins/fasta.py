@@ -45,6 +45,8 @@ _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
 # A line of a list of sequences, and the names of columns, which may consist of residues, too.
 _LISTED = re.compile(rf"[A-Za-z?*{re.escape(GAPS)}]+", re.ASCII)
 _COLUMN_NAMES = ("sequence", "binder")
+# Records of HH-suite's alignments that are no proteins of the family, such as a predicted secondary structure.
+_ANNOTATION = re.compile(r">(?:ss|sa|aa)_(?:pred|conf|dssp)(?!\S)")
 # `sp|P69905|HBA_HUMAN`: database, accession and entry name.
 _UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
 _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
@@ -194,7 +196,8 @@ def read_fasta(
 
     Args:
         path: The file; gzip is recognised by its first bytes, not by the name. Of an
-            alignment, a file named `.a3m` or `.a2m`, the sequences are read without gaps and with their insertions.
+            alignment, a file named `.a3m` or `.a2m`, the sequences are read without gaps and with their insertions, and
+            without HH-suite's annotations, such as `ss_pred`.
         unknown: As for `normalize_sequence`.
         remove_gaps: As for `normalize_sequence`.
         accessions: Reduce identifiers of UniProt, such as `sp|P69905|HBA_HUMAN`, to their accession.
@@ -339,7 +342,7 @@ def raw_records(path: str | os.PathLike[str], *, lists: bool = False) -> Iterato
         lines = text_lines(path)
         if lists and os.fspath(path).lower().removesuffix(".gz").endswith(".txt"):
             lines = _with_headers(lines)
-        yield from parse(_checked_lines(lines, comments=is_alignment(path), table=is_table(path)))
+        yield from parse(_checked_lines(lines, alignment=is_alignment(path), table=is_table(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
     except (DamagedGzipError, _Rejected) as error:
@@ -386,20 +389,27 @@ def _with_headers(lines: Iterable[str]) -> Iterator[str]:
             yield f"{text}\n"
 
 
-def _checked_lines(lines: Iterable[str], comments: bool, table: bool) -> Iterator[str]:
+def _checked_lines(lines: Iterable[str], alignment: bool, table: bool) -> Iterator[str]:
     """Pass lines on; reject a file without records or with text before the first header.
 
-    The parser would skip such text silently. Alignments may begin with lines of comments.
+    The parser would skip such text silently. Alignments may begin with lines of comments, and hold annotations.
     """
-    in_records = False
+    in_records = in_annotation = False
     for number, line in enumerate(lines, start=1):
-        if comments:
+        if alignment:
             # MMseqs2 ends alignments of its databases with a zero byte, which then begins the next line.
             line = line.strip("\0")
-            if not line or (not in_records and line.startswith("#")):
+            if line.startswith(">"):
+                in_annotation = _ANNOTATION.match(line) is not None
+            if in_annotation or not line or (not in_records and line.startswith("#")):
                 continue
         if "\0" in line:
             raise _Rejected(_NOT_TEXT)
+        if line.startswith((">P1;", ">F1;")):
+            shown = _shown(line.strip())
+            raise _Rejected(
+                f"is PIR, not FASTA: a description follows line {number}, {shown}; convert the file to FASTA"
+            )
         if not in_records and line.strip():
             if not line.startswith(">"):
                 # A column's name may consist of residues, too.

@@ -239,10 +239,12 @@ def test_identifiers_of_uniprot_are_reduced_on_request(write):
 
 @pytest.mark.parametrize("name", ["x.a3m", "x.A3M.gz"])
 def test_an_alignment_is_read_without_gaps_and_with_insertions(write, name):
-    content = b"#9\t1\n>query\nMKTAYIAKQ\n>hit\nMK--YgsIA.KQ\n"
+    content = b"#9\t1\n>ss_pred by PSIPRED\nCHHHHEEEC\n>query\nMKTAYIAKQ\n>ss_conf\n987654321\n>hit\nMK--YgsIA.KQ\n"
     good, bad = read_fasta(write(gzip.compress(content) if name.endswith("gz") else content, name))
     assert [(record.id, record.sequence) for record in good] == [("query", "MKTAYIAKQ"), ("hit", "MKYGSIAKQ")]
     assert bad == []
+    with pytest.raises(FastaError, match="is empty"):
+        read_fasta(write(">ss_pred\nCHHH\n", "y.a3m"))
     with pytest.raises(FastaError, match="line 1 is '#9"):
         read_fasta(write(content, "x.fasta"))
 
@@ -338,6 +340,7 @@ UNUSABLE = {
         b" >a\nMKT\n",
         b"@read\nACGT\n+\nIIII\n",
     ],
+    "is PIR, not FASTA: a description follows line 3, '>P1;CRAB'; convert": [b">a\nMKT\n>P1;CRAB\nname of it\nMKT*\n"],
     "is not FASTA: line 3 is ": [b"\n\n# comment\n>a\nMKT\n"],
     "is not text; ": [
         b"\x80\x04\x95\xff\xfe binary",
