@@ -125,7 +125,9 @@ class KVCalibrator:
         root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
         return torch.from_numpy(root.astype(np.float32)).to(self._encoder.device)
 
-    def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
+    def partial_fit(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> KVCalibrator:
         """Add a batch of proteins.
 
         Of a family with exact contexts, such as E1, a row is homologs, one whole sequence after the other. What a cache
@@ -134,6 +136,7 @@ class KVCalibrator:
         Args:
             input_ids: token ids with `<cls>` and `<eos>`, integers [batch, n].
             attention_mask: [batch, n], padded on the right; None for all ones.
+            position_ids: [batch, n], where residues are left out; None for 0, 1, 2, ...
 
         Raises:
             ValueError: invalid shapes or ids, a mask that is padded on the left or has holes, a row of only `<mask>`
@@ -141,8 +144,10 @@ class KVCalibrator:
         """
         ids, mask = self._checked(input_ids, attention_mask)
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
-        starts = [(_hash_tokens(row) % max(1, self.max_positions - len(row) + 1)) for row in rows]
-        positions = torch.cat([start + torch.arange(len(row)) for start, row in zip(starts, rows, strict=True)])
+        places = torch.arange(ids.shape[1]).expand_as(ids) if position_ids is None else position_ids.cpu()
+        spans = (places.where(mask, 0).amax(1) + 1).tolist()
+        starts = [_hash_tokens(row) % max(1, self.max_positions - n + 1) for row, n in zip(rows, spans, strict=True)]
+        positions = (places + torch.tensor(starts)[:, None])[mask]
         special = torch.isin(torch.cat(rows), self._protected_ids)
         numbers = chains = homologs = None
         if self._encoder.exact_contexts is not None:

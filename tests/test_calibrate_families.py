@@ -25,12 +25,15 @@ def batch(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, ids != 0
 
 
-def test_moments_are_those_of_what_a_cache_stores() -> None:
-    """Of all sequences of a family but the last, at their global positions, in the global layers."""
+@pytest.mark.parametrize("first", ["MKTAYIAKQRQISFVKSHFSRQ", "MKTAYIXXXXXISFVKSHFSRQ"])
+def test_moments_are_those_of_what_a_cache_stores(first: str) -> None:
+    """Of all sequences of a family but the last, at their global positions, in the global layers; X is left out."""
     e1 = TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
-    family = ["MKTAYIAKQRQISFVKSHFSRQ", "MKSAYLAKQRHISFIKAHFSRQLEE" * 2, "MRTAFIAKQ"]
+    family = [first, "MKSAYLAKQRHISFIKAHFSRQLEE" * 2, "MRTAFIAKQ"]
     ids = [*chain(*(e1.codes.whole(e1.codes.encode(one, "it")) for one in family))]
-    calibrator = KVCalibrator(e1.model, max_positions=1).partial_fit(torch.tensor([ids]))
+    rows, places = e1.codes.present([ids])
+    positions = None if places is None else torch.tensor(places)
+    calibrator = KVCalibrator(e1.model, max_positions=1).partial_fit(torch.tensor(rows), None, positions)
     statistics = calibrator.finalize(presets=()).statistics
     cache = e1.prefill(",".join(family[:2]))
     assert calibrator.n_residues_seen_ == cache.lengths == statistics.residues.keys.count
@@ -38,7 +41,8 @@ def test_moments_are_those_of_what_a_cache_stores() -> None:
         stored = np.stack([layer.packed[name][0].numpy() for layer in cache.layers])
         np.testing.assert_allclose(moments.mean, stored.mean(2), rtol=0, atol=1e-4)
     # None of the query's tokens is in the sample.
-    assert statistics.sample.positions.max() < len(cache.token_ids[0]) == len(statistics.sample.positions)
+    assert statistics.sample.positions.max() == len(ids) - len(family[2]) - e1.codes.around - 1
+    assert len(cache.token_ids[0]) == len(statistics.sample.positions)
 
 
 def test_a_batch_of_families_gives_what_each_gives() -> None:

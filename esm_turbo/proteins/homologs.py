@@ -73,7 +73,7 @@ def join_families(records: Iterable[ProteinRecord]) -> list[ProteinRecord]:
     families: dict[str, list[ProteinRecord]] = {}
     for record in records:
         if SEPARATOR in record.sequence:
-            families[f" {record.id}"] = [record]
+            families[f" {len(families)}"] = [record]
         elif named := _FAMILY_IN_HEADER.search(record.description):
             families.setdefault(named[1], []).append(record)
     joined = [

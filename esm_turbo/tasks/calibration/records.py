@@ -16,7 +16,7 @@ from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.batches import token_batches
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
-from esm_turbo.proteins.homologs import encode_homologs, join_families
+from esm_turbo.proteins.homologs import SEPARATOR, encode_homologs, join_families
 from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
@@ -51,8 +51,8 @@ class _CalibrationTask:
         for piece in pieces:
             done, total = 0, _residues(piece)
             for batch in piece:
-                rows = [_encoded(turbo, record) for record in batch]
-                calibrator.partial_fit(*codes.batch(rows))
+                rows, positions = codes.present([_encoded(turbo, record) for record in batch])
+                calibrator.partial_fit(*codes.batch(rows), None if positions is None else codes.batch(positions)[0])
                 done += _residues([batch])
                 progress(_STAGE, done, total)
             yield calibrator.take()
@@ -72,7 +72,12 @@ def _encoded(turbo: ContextModel, record: ProteinRecord) -> list[int]:
 
 
 def _residues(piece: _Piece) -> int:
-    return sum(len(record.sequence) for batch in piece for record in batch)
+    return sum(_num_residues(record) for batch in piece for record in batch)
+
+
+def _num_residues(record: ProteinRecord) -> int:
+    """Of all sequences of a record."""
+    return len(record.sequence) - record.sequence.count(SEPARATOR)
 
 
 def calibrate_records(
@@ -145,7 +150,7 @@ def first_records(records: Sequence[ProteinRecord], max_residues: int | None = N
         return list(records)
     chosen, total = [], 0
     for record in records:
-        total += len(record.sequence)
+        total += _num_residues(record)
         if total > max_residues:
             break
         chosen.append(record)
@@ -185,5 +190,5 @@ def counts_by(records: Iterable[ProteinRecord], key: Callable[[ProteinRecord], s
     for record in records:
         group = counts.setdefault(key(record), {"sequences": 0, "residues": 0})
         group["sequences"] += 1
-        group["residues"] += len(record.sequence)
+        group["residues"] += _num_residues(record)
     return counts
