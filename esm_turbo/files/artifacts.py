@@ -41,8 +41,16 @@ def write_artifact(
         _sort_metadata(temporary)
 
 
-def read_artifact(path: str | os.PathLike[str], kind: str, *versions: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_artifact(
+    path: str | os.PathLike[str], kind: str, *versions: int, mapped: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_artifact` wrote, in one of these versions.
+
+    Args:
+        path: the file.
+        kind: as written.
+        *versions: that can be read.
+        mapped: leave the tensors in the file, for a caller that copies them: they change with it.
 
     Raises:
         ArtifactError: the file is missing, damaged, of another kind, or of another format version.
@@ -62,6 +70,12 @@ def read_artifact(path: str | os.PathLike[str], kind: str, *versions: int) -> tu
                     " write it again with this release, or install the release that wrote it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            if not mapped:
+                # By bytes, so that the checksum is of all bits: those of a damaged bool are lost in a copy.
+                tensors = {
+                    name: tensor.reshape(-1).view(torch.uint8).clone().view(tensor.dtype).reshape(tensor.shape)
+                    for name, tensor in tensors.items()
+                }
         if strings.get("sha256") != _digest(tensors, strings):
             raise ArtifactError(f"{path}: the content does not match its checksum: the file was altered")
         metadata = {name: json.loads(value) for name, value in strings.items() if name not in _OWN_METADATA}

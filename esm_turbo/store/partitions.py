@@ -66,7 +66,7 @@ class Partition:
         tensors, metadata = read_artifact(path, "context_shelf", FORMAT_VERSION)
         try:
             config = TurboConfig.from_dict(metadata["config"])
-            return cls(path.parent, config, tensors["codec_fingerprint"].numpy().copy(), metadata["model"])
+            return cls(path.parent, config, tensors["codec_fingerprint"].numpy(), metadata["model"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
@@ -102,7 +102,7 @@ class Partition:
             return None
         if path.is_symlink():
             raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
-        tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
+        tensors, metadata = read_artifact(path, "context", FORMAT_VERSION, mapped=True)
         if (metadata.get("key"), metadata.get("shelf"), metadata.get("model")) != (key, self.name, self.model):
             raise ArtifactError(f"{path}: the file of another context")
         try:

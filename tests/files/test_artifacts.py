@@ -92,6 +92,15 @@ def test_equal_content_has_equal_bytes(tmp_path):
     assert len(checksums) == 2
 
 
+def test_tensors_do_not_change_with_their_file(file):
+    """Overwritten in place, as by `cp`."""
+    (own, _), (mapped, _) = read_artifact(file, KIND, VERSION), read_artifact(file, KIND, VERSION, mapped=True)
+    assert torch.equal(mapped["uint8"], own["uint8"])
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+    assert torch.equal(own["uint8"], TENSORS["uint8"]) and not torch.equal(mapped["uint8"], TENSORS["uint8"])
+
+
 # --- damage
 
 
