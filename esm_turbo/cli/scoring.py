@@ -51,10 +51,18 @@ def running(
 
     Args:
         units: of progress, as are `stages`, see `progress_bar`.
+
+    Raises:
+        ValueError: the model is another one at the end, in another stage than the first perhaps.
     """
+    from esm_turbo.files.identity import exact_identity
+    from esm_turbo.tasks.common.same_model import refuse_changed
+
+    begun = exact_identity(turbo.model)
     opened = opened_store(store, turbo, alone=spread.devices is None)
     with opened as contexts, spread.runner() as runner, progress_bar(units, stages) as progress:
         yield {"store": contexts, "runner": runner, "progress": progress, "journal": journal}
+    refuse_changed(turbo, begun)
 
 
 def write_results(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
+from esm_turbo.files.identity import exact_identity
 from esm_turbo.proteins.batches import token_batches
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
 from esm_turbo.proteins.homologs import SEPARATOR, encode_homologs, join_families
@@ -21,7 +22,7 @@ from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
-from esm_turbo.tasks.common.same_model import run_on_model
+from esm_turbo.tasks.common.same_model import refuse_changed, run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -110,7 +111,7 @@ def calibrate_records(
 
     Raises:
         ValueError: there are fewer residues than components per head, or no families of homologs for exact contexts,
-            an option is not positive, or the model's weights are not finite.
+            an option is not positive, the model's weights are not finite, or they change meanwhile.
         RuntimeError: no process survives some of the proteins.
     """
     if turbo.model.base_model.exact_contexts is not None:
@@ -121,6 +122,7 @@ def calibrate_records(
     batches = token_batches([length + 2 for length in lengths], protein_tokens(toks_per_batch, turbo, runner.devices))
     if turbo.model.base_model.exact_contexts is None:
         warn_if_long(lengths, turbo.model.family)
+    begun = exact_identity(turbo.model)
     calibrator = KVCalibrator(turbo.model)
     # The longest first, so that a lack of memory shows at once.
     batched = [[records[i] for i in batch] for batch in reversed(batches)]
@@ -137,7 +139,9 @@ def calibrate_records(
         while following in arrived:
             calibrator.merge(arrived.pop(following))
             following += 1
-    return calibrator.finalize(presets, provenance(turbo, records, source))
+    calibration = calibrator.finalize(presets, provenance(turbo, records, source))
+    refuse_changed(turbo, begun)
+    return calibration
 
 
 def first_records(records: Sequence[ProteinRecord], max_residues: int | None = None) -> list[ProteinRecord]:

@@ -20,7 +20,7 @@ from esm_turbo.tasks.common.progress import Progress
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["run_on_model"]
+__all__ = ["refuse_changed", "run_on_model"]
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
@@ -35,12 +35,37 @@ def run_on_model(
     stage: str,
     units: Sequence[int],
     progress: Progress | None = None,
+    begun: ModelIdentity | None = None,
 ) -> Iterator[tuple[int, ResultT]]:
-    """As `Runner.run`; other processes refuse to run pieces with another model or another calibration."""
+    """As `Runner.run`; other processes refuse to run pieces with another model or another calibration.
+
+    Args:
+        begun: what the model was when the run began: results of this process are refused once it is another one. None
+            where no result is kept or joined with others.
+
+    Raises:
+        ValueError: as of `refuse_changed`.
+    """
     with turbo.model.base_model.kv.in_call():
-        if not isinstance(runner, InProcessRunner):
-            task = _OnSameModel(task, _RunModel.of(turbo))
-        yield from runner.run(task, pieces, stage=stage, units=units, progress=progress)
+        alone = isinstance(runner, InProcessRunner)
+        if not alone:
+            task = _OnSameModel(task, _RunModel.of(turbo, begun))
+        for result in runner.run(task, pieces, stage=stage, units=units, progress=progress):
+            if alone and begun is not None:
+                refuse_changed(turbo, begun)
+            yield result
+
+
+def refuse_changed(turbo: ContextModel, begun: ModelIdentity) -> None:
+    """Make sure that a model is to the bit what it was when a run began.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if difference := begun.difference(exact_identity(turbo.model)):
+        raise ValueError(
+            f"the model has changed since the run began, and what it then computed is not kept: {difference}"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,12 +85,12 @@ class _RunModel:
     codecs: dict[TurboConfig, Fingerprint] | None
 
     @classmethod
-    def of(cls, turbo: ContextModel) -> _RunModel:
-        """That of a model as it is."""
+    def of(cls, turbo: ContextModel, identity: ModelIdentity | None = None) -> _RunModel:
+        """That of a model, as it is unless its identity is given."""
         codecs, preset = None, default_config(turbo)
         if (calibration := turbo.calibration) is not None:
             codecs = {config: calibration.codec(config).fingerprint for config in {preset, *calibration.fitted}}
-        return cls(exact_identity(turbo.model), turbo.model.device.type, preset, codecs)
+        return cls(identity or exact_identity(turbo.model), turbo.model.device.type, preset, codecs)
 
     def check(self, turbo: ContextModel) -> None:
         """Make sure that a model computes what this one does.
@@ -103,7 +128,7 @@ def _same_codecs(a: dict[TurboConfig, Fingerprint] | None, b: dict[TurboConfig, 
 
 @dataclass
 class _OnSameModel(Generic[PieceT, ResultT]):
-    """A task that checks the model before its first piece in a process.
+    """A task that checks the model before its first piece in a process, and on a CPU after each.
 
     Attributes:
         task: what is done with a piece.
@@ -124,7 +149,11 @@ class _OnSameModel(Generic[PieceT, ResultT]):
         if not self.checked:
             self.model.check(turbo)
             self.checked = True
-        yield from self.task.run(turbo, pieces, progress)
+        for result in self.task.run(turbo, pieces, progress):
+            # Weights may lie in the file that they were read from, which others can overwrite.
+            if turbo.model.device.type == "cpu":
+                self.model.check(turbo)
+            yield result
 
     def failed(self, piece: PieceT, reason: str) -> ResultT:
         """As of the task."""

@@ -12,6 +12,7 @@ from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.files.identity import exact_identity
 from esm_turbo.files.journal import Journal, key_of
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
@@ -266,8 +267,10 @@ def score_items(
         The results, by index of the item; with a plan, of those that have any here.
 
     Raises:
-        ValueError: the journal has results of this stage, but of other items, options or versions.
+        ValueError: the journal has results of this stage, but of other items, options or versions, or the model changes
+            during a run in pieces.
     """
+    begun = exact_identity(turbo.model) if in_pieces else None
     parts: list[tuple[int, ItemT, Sequence[int] | None]] = [(number, one, None) for number, one in enumerate(items)]
     per_token = [len(task.arms) * forward_cost(turbo, 1, len(one.sequence)) for one in items]
     tokens = list(map(task.tokens, items))
@@ -290,7 +293,8 @@ def score_items(
     units = [len(task.arms) * sum(map(task.units, items_of[number])) for number in left]
     runner = InProcessRunner(turbo) if runner is None else runner
     rest = [items_of[number] for number in left]
-    for place, result in run_on_model(turbo, runner, task, rest, stage=stage, units=units, progress=progress):
+    run = run_on_model(turbo, runner, task, rest, stage=stage, units=units, progress=progress, begun=begun)
+    for place, result in run:
         number = left[place]
         scored[number] = result
         if journal is not None and not task.has_failed(result):

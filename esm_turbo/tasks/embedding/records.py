@@ -108,6 +108,7 @@ def embed_records(
         raise ValueError(
             f"one {ONE_FILE[file_format]} file has no names of files: leave `names` out, or give another format"
         )
+    begun = lasting_identity(turbo.model)
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     by_sequence: dict[str, list[ProteinRecord]] = {}
     for record in records:
@@ -139,7 +140,7 @@ def embed_records(
         residues = [sum(len(sequences[index]) for index in batch) for batch in batches]
         parts = writer.parts if runner.shares_files else None
         task = EmbedTask(request, truncation_seq_length, finite=True, parts=parts)
-        run = run_on_model(turbo, runner, task, pieces, stage="embed", units=residues, progress=progress)
+        run = run_on_model(turbo, runner, task, pieces, stage="embed", units=residues, progress=progress, begun=begun)
         written = reused = sum(len(groups[index]) for index in done)
         try:
             if pieces:
@@ -147,9 +148,6 @@ def embed_records(
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             for number, result in run:
-                # Other code may have changed it since the settings were noted.
-                if isinstance(runner, InProcessRunner) and lasting_identity(turbo.model).digest != settings["weights"]:
-                    raise ValueError("the model has changed since the run began, and what it then computed is not kept")
                 for row, record in enumerate(pieces[number]):
                     if row in result.failed:
                         failed[record.sequence] = result.failed[row]

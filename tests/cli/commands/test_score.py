@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 
 import pytest
 
+from esm_turbo import TurboEsm
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.files.csv_files import read_csv, write_csv
 from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import normalize_sequence, read_fasta_strict
 from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.scoring import screens
 from esm_turbo.tasks.scoring.records import read_candidates
 from esm_turbo.tasks.scoring.score import Scores
 from tests.helpers.scores import assert_close
@@ -193,6 +196,20 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
     assert "that was stopped" not in esm_shared("score", targets, candidates, "--out", out).err
+
+
+def test_stages_of_two_models_are_no_table(esm_shared, turbo, targets, candidates, tmp_path, monkeypatch):
+    own, out = copy.deepcopy(turbo), tmp_path / "scores.csv"
+    monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: own)
+
+    def rescore(*arguments):
+        own.model.lm_head.bias.data[5] += 1
+        screens_rescore(*arguments)
+
+    screens_rescore = screens.rescore
+    monkeypatch.setattr(screens, "rescore", rescore)
+    result = esm_shared("score", targets, candidates, "--rescore", 1, "--out", out)
+    assert result.code == 2 and "the model has changed since the run began" in result.err and not out.exists()
 
 
 def test_pairs_of_pepmlm(esm_shared, write, tmp_path):

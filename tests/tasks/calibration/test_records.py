@@ -69,6 +69,14 @@ def test_progress_ends_at_the_total(tiny):
     assert seen == [("calibrate", done, 280) for done in (0, 160, 240, 280)]
 
 
+def test_a_model_that_changes_meanwhile_gets_no_calibration(tiny):
+    def change(stage, done, total):
+        tiny.model.esm.encoder.layer[0].attention.self.key.weight.data[0, 0] += 1
+
+    with pytest.raises(ValueError, match=r"the model has changed since the run began.*the weights differ"):
+        calibrate_records(tiny, RECORDS, toks_per_batch=100, progress=change)
+
+
 class Backwards:
     """Runs pieces from the last to the first, each on a model of its own, as sent to another process."""
 

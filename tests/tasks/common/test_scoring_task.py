@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import forwards, memory, row_engine
 from esm_turbo.tasks.common import pieces as pieces_module
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
-from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Shard
+from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, Shard
 from esm_turbo.tasks.common.progress import silent
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.scoring.records import Candidate
@@ -66,6 +68,19 @@ class OneByOne(InProcessRunner):
         for index, piece in enumerate(pieces):
             [result] = work.run(self.turbo, [piece], silent)
             yield index, result
+
+
+class Elsewhere(Runner):
+    """Runs pieces on a model of its own, as another process does; `changes` of it follow each."""
+
+    def __init__(self, turbo: TurboEsm, changes: Callable[[TurboEsm], None]) -> None:
+        self.turbo, self.changes = copy.deepcopy(turbo), changes
+
+    def results(self, task: Any, pieces: Any, units: Any, progress: Any) -> Iterator[Any]:
+        task = pickle.loads(pickle.dumps(task))
+        for index, piece in enumerate(pieces):
+            yield index, next(task.run(self.turbo, [piece], silent))
+            self.changes(self.turbo)
 
 
 class Taken(InProcessRunner):
@@ -161,6 +176,30 @@ def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
         ):
             screen(turbo, other, store=shelf, journal=Journal(tmp_path), **options)
     assert screen(turbo, arms, store=shelf, journal=Journal(tmp_path)) == whole and shelf.asked == []
+
+
+def bend(turbo: TurboEsm) -> None:
+    """Change one weight, without a trace."""
+    turbo.model.base_model.encoder.layer[3].attention.self.value.weight.data[0, 0] += 1
+
+
+@pytest.mark.parametrize("arms", [("full",), ("frozen",)])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_nothing_is_kept_or_returned_of_a_model_that_changes(
+    turbo: TurboEsm, tmp_path: Path, screen: Screen, arms: Sequence[Any], elsewhere: bool
+) -> None:
+    whole, own = screen(turbo, arms), copy.deepcopy(turbo)
+
+    def change(stage: str, done: int, total: int) -> None:
+        if done > total // len(PROTEINS) and not elsewhere:
+            bend(own)
+
+    runner = Elsewhere(own, bend) if elsewhere else None
+    match = "is not that of the run: the weights differ" if elsewhere else "has changed since the run began"
+    with pytest.raises(ValueError, match=match):
+        screen(own, arms, runner=runner, journal=Journal(tmp_path), progress=change)
+    rest = screen(turbo, arms, journal=(journal := Journal(tmp_path)))
+    assert journal.found and rest == whole
 
 
 def test_what_failed_is_tried_again(
