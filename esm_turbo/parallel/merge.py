@@ -70,8 +70,10 @@ def _merge_tables(out: Path, manifests: Sequence[Manifest]) -> None:
 
 def _merge_stores(out: Path, parts: Sequence[Path]) -> None:
     """Add the contexts of stores to one, under the names of its own partitions."""
+    # First, since the lock would stay in a folder that is refused.
+    target = StoreFiles(out)
     with only_writer(out, keep=True):
-        target = StoreFiles(out)
+        target.read_header()
         for path in parts:
             source = StoreFiles(path)
             if source.header is None:

@@ -256,6 +256,15 @@ def test_failed_records_are_reported_by_merge(run: Run, capsys: pytest.CaptureFi
     assert (Path("folder") / "index.tsv").exists()
 
 
+def test_a_folder_that_is_no_store_stays_as_it_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*COMMANDS["store"], "--shard", "1/1") == 0
+    Path("store").mkdir()
+    Path("store/notes").touch()
+    assert run("merge", "store") == 2
+    assert "store: not a context store, but holds notes" in capsys.readouterr().err
+    assert [path.name for path in Path("store").iterdir()] == ["notes"]
+
+
 def test_more_shards_than_pieces(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     Path("t.fasta").write_text(">one\nMKTAYIAKQRQISF\n")
     Path("c.csv").write_text("id,sequence\na,ACD\n")
