@@ -29,8 +29,9 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     """
     arm = result.reference
     scores = result.scores[arm]
-    if result.sort_by == "specificity":
-        unit, found = scores.specificities()
+    unit, found = scores.specificities()
+    # Candidates of one target alone may have none.
+    if result.sort_by == "specificity" and any(one is not None for one in found):
         values = np.array(found, dtype=np.float64)
         label = f"specificity against {scores.compared_with} ({UNIT_NAMES[unit or 'nats']}, higher is better)"
         bars, bar_label = values, label

@@ -74,6 +74,10 @@ def test_a_ranking_by_specificity_shows_specificity(ranking, contexts: int) -> N
     assert bars.values.tolist() == [getattr(scores["full"].scores[index], name) for index in own.ranking()[:20]]
     assert histogram.marks["best"] == bars.values[0] and histogram.x_label == bars.x_label
     assert ("standard deviations" in bars.x_label) == (contexts == 9)
+    # Of candidates of this target alone, there is none.
+    scores = {arm: one.with_background({}, "targets") for arm, one in scores.items()}
+    (bars, _), _ = ranking_sheet(replace(ranking, scores=scores), "").layout
+    assert len(bars.names) == 20 and "pseudo-perplexity" in bars.x_label
 
 
 def test_all_targets_are_together_on_the_first_sheet(ranking) -> None:

@@ -317,13 +317,14 @@ def test_homologs_are_asked_for_where_a_model_reads_them(browser, client, tmp_pa
     assert not browser.find_element("id", "homologs-variants").is_displayed()
     e1 = TurboEsm.from_pretrained(E1_MINI, preset="exact", device="cpu")
     protein = "MKNKVVVVTGVPGVGGTT"
-    aligned = f">wt\n{protein}\n>a\n--MKIGIVpfTGIPGVGKST\n>b\nMRHVVVVTGVPGVGKTT-\n"
+    # A stop at the end is none of the residues, and HH-suite's annotations are no homologs.
+    aligned = f">ss_pred\n{'C' * len(protein)}\n>wt\n{protein}*\n>a\n--MKIGIVpfTGIPGVGKST\n>b\nMRHVVVVTGVPGVGKTT-\n"
     context = "MKIGIVPFTGIPGVGKST,MRHVVVVTGVPGVGKTT"
     with running(e1, tmp_path / "store") as client:
         browser.get(f"http://127.0.0.1:{client.port}/")
         wait(lambda: browser.find_element("id", "homologs-variants").is_displayed())
         assert not browser.find_element("id", "tab-ranking").is_displayed()
-        fields = {"protein": protein, "homologs-variants": aligned}
+        fields = {"protein": f"{protein}*", "homologs-variants": aligned}
         found = {row[0]: float(row[1]) for row in run(browser, "variants", "variants", **fields)}
         expected = {one.variant: one.score for one in e1.score_variants(protein, context=context).scores}
         assert found == {name: pytest.approx(expected[name], abs=2e-3) for name in found}

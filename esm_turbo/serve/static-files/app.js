@@ -28,7 +28,8 @@ function records(text) {
     else if (line.trim() && !found.length) found.push({ name: UNNAMED, sequence: line });
     else if (line.trim()) found.at(-1).sequence += line;
   }
-  for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").toUpperCase();
+  // As the library does, a stop at the end is left out.
+  for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").toUpperCase().replace(/\*$/, "");
   if (!found.some((one) => one.sequence)) throw new Error("Paste a sequence first.");
   const empty = found.find((one) => !one.sequence);
   if (empty) throw new Error(`${empty.name} has no residues.`);
@@ -36,11 +37,12 @@ function records(text) {
 }
 
 // The context of the homologs of a tab: its id, or null for none. Gaps of an alignment are left out, and so is the
-// protein itself, whose residues would be read where they are masked; insertions are kept.
+// protein itself, whose residues would be read where they are masked, and HH-suite's annotations; insertions are kept.
 async function homologs(name, proteins, signal) {
   const text = $(`homologs-${name}`).value;
   if (!text.trim()) return null;
-  const read = records(text).map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~]|\*$/g, "") }));
+  const family = records(text).filter((one) => !/^(ss|sa|aa)_(pred|conf|dssp)$/.test(one.name));
+  const read = family.map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~]/g, "") }));
   const others = read.filter((one) => !proteins.some(({ sequence }) => sequence === one.sequence));
   if (!others.length) throw new Error("The homologs hold the protein alone.");
   try {

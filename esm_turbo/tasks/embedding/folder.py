@@ -106,11 +106,21 @@ class EmbeddingFolder:
     def _is_free(self, name: str, identifiers: Sequence[str]) -> bool:
         """Whether files may be named by the first of these identifiers: no others' are, and none has a hash yet."""
         files = [f"{identifiers[0]}{suffix}" for suffix in self.suffixes]
-        if self._is_new and any((self.folder / file).exists() for file in files):
-            # Another program's, in a folder that is new to this one.
+        if any(map(self._is_another_programs, files)):
             return False
         named = any(set(identifiers) & self.index.identifiers(file) for file in self.files(name).values())
         return not named and all(self.index.identifiers(file) <= set(identifiers) for file in files)
+
+    def _is_another_programs(self, file: str) -> bool:
+        """Whether there is such a file that no row names, and that is not what a killed run has left."""
+        path = self.folder / file
+        if self.index.identifiers(file) or not path.exists():
+            return False
+        try:
+            is_own = TurboKVCache.load(path) is not None if file.endswith(CACHE_SUFFIX) else bool(read_entry(path)[1])
+        except ValueError:
+            is_own = False
+        return self._is_new or not is_own
 
     def files(self, name: str) -> dict[str, str]:
         """Names of the files of a sequence with this hash, by suffix."""

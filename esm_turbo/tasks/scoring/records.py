@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Self
@@ -268,7 +268,7 @@ def read_candidates(
         return proteins.find(row["target"]).id if proteins is not None and row["target"] else None
 
     rows = read_csv(path, ["sequence"], [*_NAMES, "target"], {"sequence": _ALIAS})
-    return _parsed(path, rows, target_of, unknown, remove_gaps)
+    return _parsed(path, rows, target_of, [] if proteins is None else ["target"], unknown, remove_gaps)
 
 
 def read_pairs(
@@ -302,7 +302,7 @@ def read_pairs(
         residues = normalize_sequence(row[column], name="its target", unknown=unknown, remove_gaps=remove_gaps)
         return targets.setdefault(residues, ProteinRecord(f"target_{len(targets) + 1}", residues)).id
 
-    candidates, bad = _parsed(path, rows, target_of, unknown, remove_gaps)
+    candidates, bad = _parsed(path, rows, target_of, [column], unknown, remove_gaps)
     return list(targets.values()), candidates, bad
 
 
@@ -310,10 +310,16 @@ def _parsed(
     path: str | os.PathLike[str],
     rows: Sequence[CsvRow],
     target_of: Callable[[CsvRow], str | None],
+    read: Collection[str],
     unknown: str | None,
     remove_gaps: bool,
 ) -> tuple[list[Candidate], list[BadRecord]]:
-    """Candidates of the rows of a table, see `read_candidates`; `target_of` returns the identifier of their target."""
+    """Candidates of the rows of a table, see `read_candidates`.
+
+    Args:
+        target_of: returns the identifier of their target.
+        read: columns that `target_of` reads.
+    """
 
     def id_column(row: CsvRow) -> str:
         return next((name for name in _NAMES if row[name]), _NAMES[0])
@@ -325,9 +331,10 @@ def _parsed(
         if len(row["sequence"].split()) > 1:
             raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
-        others = row.without(id_column(row), "sequence", _ALIAS, "target")
+        others = row.without("sequence", _ALIAS, *read, *names)
         return Candidate(row[id_column(row)] or f"#{number}", sequence, target_of(row), others)
 
+    names = set(map(id_column, rows))
     return parse_rows(path, rows, "candidates", name, parse)
 
 

@@ -433,9 +433,10 @@ class ComparedRows(ItemRows[Scores]):
 def specificities(scores: Sequence[CandidateScore]) -> tuple[str, list[float | None]]:
     """The unit in which candidates are ranked by specificity, and that of each.
 
-    It is `s.d.`, of `specificity_z`, if all that have a background have it, or else `nats`.
+    It is `s.d.`, of `specificity_z`, if all that have a background have it, and any has; or else `nats`.
     """
-    in_spreads = all(one.specificity_z is not None for one in scores if one.background is not None)
+    compared = [one for one in scores if one.background is not None]
+    in_spreads = bool(compared) and all(one.specificity_z is not None for one in compared)
     return (
         "s.d." if in_spreads else "nats",
         [one.specificity_z if in_spreads else one.specificity for one in scores],

@@ -327,10 +327,13 @@ def test_a_label_never_takes_a_file_that_others_use(run, add, tmp_path, computed
     assert {row[0]: row[2] for row in index_rows(out)} == {one: f"{name}.pt" for one, name in names.items()}
 
 
-def test_files_of_other_programs_are_not_replaced(add, tmp_path, caplog):
+@pytest.mark.parametrize("earlier", [[], [record("two", "GSGSG")]])
+def test_files_of_other_programs_are_not_replaced(add, run, tmp_path, caplog, earlier):
     out = tmp_path / "out"
     out.mkdir()
     (out / "one.pt").write_text("of esm-extract")
+    if earlier:
+        run(out, earlier)
     for reused in (0, 1):
         assert add(out, [record("one", "MKTAYIAK")]).reused == reused
         assert (out / "one.pt").read_text() == "of esm-extract"

@@ -227,6 +227,14 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
     assert [(one.id, one.target) for one in again] == [(row["candidate"], row["target"]) for row in rows]
 
 
+def test_columns_that_are_read_depend_on_no_row(tmp_path: Path) -> None:
+    """A column of names beside one of residues, and either name of a candidate."""
+    table = tmp_path / "pairs.csv"
+    table.write_text("Receptor Sequence,Binder,target,id,candidate\nMKT,GSW,EGFR,,c1\nMKT,WTC,EGFR,b,\n")
+    _, candidates, _ = read_pairs(table)
+    assert [(one.id, one.columns) for one in candidates] == [(name, {"target": "EGFR"}) for name in ("c1", "b")]
+
+
 def test_other_candidates_are_another_run(turbo: TurboEsm, tmp_path: Path) -> None:
     score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
     journal = Journal(tmp_path)
