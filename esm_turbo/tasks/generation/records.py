@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from esm_turbo.files.identity import exact_identity
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.batches import token_batches
 from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord
@@ -16,6 +17,7 @@ from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
+from esm_turbo.tasks.common.same_model import refuse_changed
 from esm_turbo.tasks.generation.generate import allowed_residues, generate_batch
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
@@ -91,8 +93,8 @@ def generate_records(
         The sequences in the order of the records, and the bad records with the reason.
 
     Raises:
-        ValueError: no residue is allowed, the preset needs a calibration and there is none, or the results do not fit
-            into memory.
+        ValueError: no residue is allowed, the preset needs a calibration and there is none, the results do not fit
+            into memory, or the model changes meanwhile.
     """
     if mask_letter is not None and mask_letter not in UNKNOWN:
         raise ValueError(f"`mask_letter` must be one of {', '.join(UNKNOWN)}, got {mask_letter!r}")
@@ -138,11 +140,13 @@ def generate_records(
         record = records[row // samples]
         bad[row // samples] = BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error))
 
+    begun = exact_identity(turbo.model)
     with turbo.model.base_model.kv.in_call():
         counter.advance(0)
         for batch in token_batches(sizes, protein_tokens(toks_per_batch, turbo)):
             halve_until_it_fits(run, batch, too_large_alone)
             counter.advance(len(batch))
+    refuse_changed(turbo, begun)
     in_order = [generated[row] for row in sorted(generated) if row // samples not in bad]
     return in_order, [bad[index] for index in sorted(bad)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -103,6 +104,17 @@ def test_a_record_of_the_output_reproduces_its_sequence(exact: TurboEsm) -> None
     for one in generate_records(exact, RECORDS, options, seed=3)[0]:
         given = next(record.sequence for record in RECORDS if record.id == one.record)
         assert exact.generate(given, max_new_tokens=4, seed=one.seed).sequences == [one.sequence]
+
+
+def test_sequences_of_two_models_are_not_returned(exact: TurboEsm) -> None:
+    turbo = copy.deepcopy(exact)
+
+    def change(_: str, done: int, __: int) -> None:
+        if done == 1:
+            turbo.model.esm.encoder.layer[0].output.dense.bias.data.add_(1)
+
+    with pytest.raises(ValueError, match="the model has changed since the run began"):
+        generate_records(turbo, RECORDS, GenerationOptions(max_new_tokens=1), toks_per_batch=1, progress=change)
 
 
 def test_the_header_of_an_entry() -> None:
