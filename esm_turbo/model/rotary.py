@@ -19,8 +19,9 @@ class Float32Frequencies(_Module):
     inv_freq: Tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = self.inv_freq
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.inv_freq.dtype != before.dtype:
-            self.inv_freq = before.to(self.inv_freq.device)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and (kept := before[name]) is not None and buffer.dtype != kept.dtype:
+                self._buffers[name] = kept.to(buffer.device)
         return self
