@@ -52,7 +52,8 @@ def _check_untied(model: Any) -> None:
         ValueError: one is.
     """
     modules = dict(model.named_modules())
-    bases = {f"{name}.base_layer" for name, module in modules.items() if hasattr(module, "lora_A")}
+    kinds = ("lora_A", "trainable_tokens_delta")
+    bases = {f"{name}.base_layer" for name, one in modules.items() if any(hasattr(one, kind) for kind in kinds)}
     changed = {id(modules[name].weight): name for name in bases if name in modules}
     for name, module in modules.items():
         weight = module._parameters.get("weight")

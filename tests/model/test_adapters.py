@@ -33,12 +33,17 @@ def base(turbo: TurboEsm, tiny_esm: Callable[..., EsmForMaskedLM], tmp_path_fact
 
 
 def save_adapter(
-    base: Path, folder: Path, *, encoder: bool = False, modules: Sequence[str] = ("query", "value", "dense")
+    base: Path,
+    folder: Path,
+    *,
+    encoder: bool = False,
+    modules: Sequence[str] = ("query", "value", "dense"),
+    **options: object,
 ) -> EsmForMaskedLM:
     """Write an adapter of random weights as PEFT does after training, and return the adapted model."""
     torch.manual_seed(7)
     model = EsmForMaskedLM.from_pretrained(base).eval()
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=[*modules], init_lora_weights=False)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=[*modules], init_lora_weights=False, **options)
     adapted = get_peft_model(model.esm if encoder else model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(folder)
@@ -75,10 +80,12 @@ def test_an_adapter_of_the_encoder_alone(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "encoder"), [("word_embeddings", False), ("word_embeddings", True), ("decoder", False)]
+    ("module", "encoder"),
+    [("word_embeddings", False), ("word_embeddings", True), ("decoder", False), ("token_adapter", True)],
 )
 def test_an_adapter_of_a_tied_weight_is_refused(base: Path, tmp_path: Path, module: str, encoder: bool) -> None:
-    save_adapter(base, tmp_path / "lora", encoder=encoder, modules=[module, "query"])
+    tokens = {"trainable_token_indices": [5, 6]} if module == "token_adapter" else {}
+    save_adapter(base, tmp_path / "lora", encoder=encoder, modules=[module, "query"], **tokens)
     with pytest.raises(ValueError, match=rf"changes the weight of \S*{module}, which is that of \S+, too: merged"):
         TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
 

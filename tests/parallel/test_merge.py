@@ -256,6 +256,19 @@ def test_failed_records_are_reported_by_merge(run: Run, capsys: pytest.CaptureFi
     assert (Path("folder") / "index.tsv").exists()
 
 
+def test_a_shard_that_was_stopped_and_run_on_other_proteins_can_be_joined(run: Run) -> None:
+    shard = [*COMMANDS["folder"], "--shard", "1/1"]
+    assert run(*shard) == 0
+    # Stopped before it said what it holds.
+    for path in shards_folder("folder").glob("*.json"):
+        path.unlink()
+    Path("p.fasta").write_text(Path("p.fasta").read_text().replace(">label\n", ">other\n"))
+    assert run(*shard) == 0 and run("merge", "folder") == 0
+    Path("folder").rename("joined")
+    assert run(*COMMANDS["folder"]) == 0
+    check_equal("joined", "folder")
+
+
 def test_a_folder_that_is_no_store_stays_as_it_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*COMMANDS["store"], "--shard", "1/1") == 0
     Path("store").mkdir()

@@ -299,6 +299,7 @@ def joined_rows(
     rows: list[tuple[int, Path, list[str]]] = []
     for folder, order in zip(folders, orders, strict=True):
         check_same_settings(folder, read_settings(folder), settings)
-        own = EmbeddingIndex(folder / INDEX_FILE).rows
-        rows += ((number, folder, row) for number, row in zip(order, own, strict=True))
+        own = list(EmbeddingIndex(folder / INDEX_FILE).rows)
+        # Those of an earlier run of the shard, on other proteins, come first.
+        rows += ((number, folder, row) for number, row in zip(order, own[len(own) - len(order) :], strict=True))
     return settings, [(folder, row) for _, folder, row in sorted(rows)]
