@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from esm_turbo.model.plain import tree_of
+from esm_turbo.model.plain import addresses_of, tree_of
 from esm_turbo.model.plan import PackedTokens
 from esm_turbo.model.projections import MOVING, LinearParameters, fuse_linears
 from esm_turbo.model.spread import to_weight_device
@@ -98,7 +98,8 @@ def _layers(encoder: Any) -> _Layers:
 
 
 def _addresses(encoder: Any) -> tuple[tuple[int, ...], list[float | None]]:
-    return tree_of(encoder).addresses(), tree_of(encoder).epsilons()
+    tree = tree_of(encoder)
+    return addresses_of(tree.held()), tree.epsilons()
 
 
 def _fused(encoder: Any) -> _Layers:

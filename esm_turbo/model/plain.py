@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import chain, repeat
 from typing import Any
 
@@ -17,7 +17,9 @@ _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> tuple[int, ...] | None:
     """Addresses of all parameters and buffers of a plain module, which tell whether they were replaced; else None."""
-    return tree_of(module).addresses() if is_plain(module, allowed) else None
+    tree = tree_of(module)
+    held = tree.held()
+    return addresses_of(held) if not has_global_hooks() and tree.is_plain(allowed, held) else None
 
 
 def is_plain(module: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
@@ -29,7 +31,13 @@ def is_plain(module: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
     Adapters replace modules or their forward, or hook into them; offloaded layers do, too. A call takes some 0.1 ms for
     33 layers, as it does not walk the tree again while it stays the same, and its loops run in C.
     """
-    return not has_global_hooks() and tree_of(module).is_plain(allowed)
+    tree = tree_of(module)
+    return not has_global_hooks() and tree.is_plain(allowed, tree.held())
+
+
+def addresses_of(held: Iterable[Tensor]) -> tuple[int, ...]:
+    """Addresses of tensors."""
+    return tuple(map(Tensor.data_ptr, held))
 
 
 def tree_of(module: nn.Module) -> _Tree:
@@ -69,22 +77,19 @@ class _Tree:
         """Tell whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
         return self.states[0] is not module.__dict__ or self._listed() != self.known
 
-    def is_plain(self, allowed: Collection[type[nn.Module]]) -> bool:
+    def is_plain(self, allowed: Collection[type[nn.Module]], held: Iterable[Tensor]) -> bool:
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.states)))
         return (
             {self.root, *map(type, self.submodules)} <= set(allowed)
             and not any(map(operator.contains, self.states, repeat("forward")))
             and all(map(_is_replaced, chain.from_iterable(own.values() for own in hooks)))
-            and all(map(Tensor.is_contiguous, self._held()))
+            and all(map(Tensor.is_contiguous, held))
         )
 
-    def _held(self) -> list[Tensor]:
+    def held(self) -> list[Tensor]:
         """All parameters and buffers."""
         held = chain.from_iterable([state[name].values() for state, name in self.holders])
         return [x for x in held if x is not None]
-
-    def addresses(self) -> tuple[int, ...]:
-        return tuple(map(Tensor.data_ptr, self._held()))
 
     def epsilons(self) -> list[float | None]:
         """What norms add to variances; None for other modules."""
