@@ -51,6 +51,7 @@ __all__ = [
     "owned",
     "seen_attention",
     "seen_code",
+    "seen_foreign",
     "seen_identity",
     "watch",
 ]
@@ -286,6 +287,12 @@ def seen_code(model: Any) -> tuple[str, int]:
     return seen.names if seen.is_plain and not active_modes() else "", int(seen.described["options"], 16)
 
 
+def seen_foreign(model: Any) -> str:
+    """The unknown code that `model_identity` last saw, also of a model that has a name for it; empty for none."""
+    seen: _Seen | None = model.__dict__.get(_KEPT_AS)
+    return "" if seen is None else seen.foreign
+
+
 def seen_attention(model: Any) -> str:
     """What changed the attention of the code that `model_identity` last saw, see `ForwardCode`; empty for nothing."""
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
@@ -351,6 +358,7 @@ class _Seen:
         self.sample = self._sample()
         self.gathered: list[Gathered] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
+        self.foreign = code.foreign
         self.names, self.attention = _digest(sorted(code.names)), code.attention or misplaced_layer(model)
         dropout = dropping_module(named)
         self.is_plain = not (code.foreign or code.replaces or self.attention or dropout)

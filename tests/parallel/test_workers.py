@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import multiprocessing
 import os
@@ -354,7 +355,9 @@ def test_nothing_comes_from_processes_with_another_model(
 def test_processes_do_not_take_over_changed_code(
     turbo: TurboEsm, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    monkeypatch.setattr(modeling_esm, "gelu", torch.nn.functional.relu)
+    # Under the name of the function that it replaces.
+    replaced = functools.wraps(modeling_esm.gelu)(lambda x: x.relu())
+    monkeypatch.setattr(modeling_esm, "gelu", replaced if named else torch.nn.functional.relu)
     changed = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
     if named:
         changed.model.esm.model_id = "with relu"

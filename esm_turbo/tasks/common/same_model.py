@@ -7,12 +7,15 @@ which holds no code: functions that a program has replaced are the library's aga
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, same_codec
-from esm_turbo.files.identity import ModelIdentity, exact_identity
+from esm_turbo.files.identity import ModelIdentity, exact_identity, seen_foreign
+from esm_turbo.files.model_contents import version_of
+from esm_turbo.model.plain import tree_of
 from esm_turbo.tasks.common.forwards import default_config
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
 from esm_turbo.tasks.common.progress import Progress
@@ -20,7 +23,7 @@ from esm_turbo.tasks.common.progress import Progress
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["refuse_changed", "run_on_model"]
+__all__ = ["call_on", "refuse_changed", "run_on_model"]
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
@@ -46,7 +49,7 @@ def run_on_model(
     Raises:
         ValueError: as of `refuse_changed`.
     """
-    with turbo.model.base_model.kv.in_call():
+    with call_on(turbo):
         alone = isinstance(runner, InProcessRunner)
         if not alone:
             task = _OnSameModel(task, _RunModel.of(turbo, begun))
@@ -54,6 +57,22 @@ def run_on_model(
             if alone and begun is not None:
                 refuse_changed(turbo, begun)
             yield result
+
+
+@contextmanager
+def call_on(turbo: ContextModel) -> Iterator[None]:
+    """A call whose results are of one preset, one calibration and, as far as counters of writes tell, the same weights.
+
+    Raises:
+        ValueError: weights were written or replaced meanwhile.
+    """
+    weights = tree_of(turbo.model).held()
+    before = [*map(version_of, weights)]
+    with turbo.model.base_model.kv.in_call():
+        yield
+    after = tree_of(turbo.model).held()
+    if [*map(id, after)] != [*map(id, weights)] or [*map(version_of, after)] != before:
+        raise ValueError("the model has changed during the call, and its results are not of one model: call again")
 
 
 def refuse_changed(turbo: ContextModel, begun: ModelIdentity) -> None:
@@ -75,12 +94,14 @@ class _RunModel:
     Attributes:
         identity: of the model, its head included.
         device: kind of device on which it lies.
+        runs_foreign: whether unknown code runs in it, of which a name says nothing in another process.
         preset: options under which it stores contexts.
         codecs: fingerprints of what its calibration has fitted, that preset included; None without a calibration.
     """
 
     identity: ModelIdentity
     device: str
+    runs_foreign: bool
     preset: TurboConfig
     codecs: dict[TurboConfig, Fingerprint] | None
 
@@ -90,7 +111,8 @@ class _RunModel:
         codecs, preset = None, default_config(turbo)
         if (calibration := turbo.calibration) is not None:
             codecs = {config: calibration.codec(config).fingerprint for config in {preset, *calibration.fitted}}
-        return cls(identity or exact_identity(turbo.model), turbo.model.device.type, preset, codecs)
+        identity = identity or exact_identity(turbo.model)
+        return cls(identity, turbo.model.device.type, bool(seen_foreign(turbo.model)), preset, codecs)
 
     def check(self, turbo: ContextModel) -> None:
         """Make sure that a model computes what this one does.
@@ -104,6 +126,8 @@ class _RunModel:
             # What rounds products is called otherwise there.
             mine, theirs = _by_dtype(mine), _by_dtype(theirs)
         difference = mine.difference(theirs)
+        if not difference and self.runs_foreign != other.runs_foreign:
+            difference = "other code runs in its forward"
         if not difference and self.preset != other.preset:
             difference = f"it stores contexts as {other.preset.name!r}, not as {self.preset.name!r}"
         if not difference and not _same_codecs(self.codecs, other.codecs):

@@ -27,7 +27,7 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowRun
 from esm_turbo.tasks.common.run_info import run_settings
-from esm_turbo.tasks.common.same_model import run_on_model
+from esm_turbo.tasks.common.same_model import call_on, run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -229,7 +229,7 @@ def score_item(
     rows = task.rows(turbo, item, arm)
     run = task.row_run(turbo, [rows], arm)
     counter = StageProgress(progress, "score", sum(group.predictions for group in rows.groups))
-    with turbo.model.base_model.kv.in_call():
+    with call_on(turbo):
         [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
     if isinstance(found, Exception):
         raise found

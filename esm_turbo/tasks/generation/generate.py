@@ -19,6 +19,7 @@ from esm_turbo.tasks.common.forwards import default_config, default_storage
 from esm_turbo.tasks.common.homologs import QueryContext, check_known, query_contexts
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import UnmaskingOrder
+from esm_turbo.tasks.common.same_model import call_on
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
@@ -152,7 +153,7 @@ def generate_batch(
     context: Contexts | None = None,
 ) -> GenerationOutput:
     """See `generate`, whose options have been checked."""
-    with turbo.model.base_model.kv.in_call():
+    with call_on(turbo):
         steps = generation_steps(turbo, sequences, options, seed, store, context=context)
         while True:
             try:

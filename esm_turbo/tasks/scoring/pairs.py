@@ -18,6 +18,7 @@ from esm_turbo.tasks.common.forwards import resolve_arm
 from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.pieces import Runner, packed
 from esm_turbo.tasks.common.progress import Progress, part_of
+from esm_turbo.tasks.common.same_model import call_on
 from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_item, score_items
 from esm_turbo.tasks.scoring.matrix import ScoreMatrix
 from esm_turbo.tasks.scoring.score import (
@@ -180,7 +181,7 @@ def score(
     else:
         [sequence] = as_list([context], "target")
         pair = TargetPairs(sequence, own)
-    with turbo.model.base_model.kv.in_call():
+    with call_on(turbo):
         return _ranked(turbo, task, [pair], background, rescore, sort_by, progress, alone=True)[0]
 
 
@@ -226,7 +227,7 @@ def score_pairs(
     pairs = _pairs(as_list(targets, "target"), candidates)
     for number, one in enumerate(pairs):
         check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
-    with turbo.model.base_model.kv.in_call():
+    with call_on(turbo):
         return _ranked(turbo, task, pairs, background, rescore, sort_by, progress, turbo.runner(devices))
 
 

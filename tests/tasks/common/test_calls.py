@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, embed_records
 from esm_turbo.assets import evaluation_proteins
@@ -38,6 +39,27 @@ def dev_set(count: int) -> tuple[list[str], list[str]]:
         rows = list(csv.DictReader(file))
     targets = dict.fromkeys(row["Receptor Sequence"] for row in rows)
     return list(targets)[:count], list(dict.fromkeys(row["Sequence"] for row in rows))[:count]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda turbo, progress: turbo.score(TARGETS[0], CANDIDATES, arm="full", progress=progress),
+        lambda turbo, progress: turbo.score_pairs(TARGETS, CANDIDATES, arm="full", progress=progress),
+        lambda turbo, progress: turbo.score_variants(PROTEINS[0], VARIANTS[0], arm="full", progress=progress),
+        lambda turbo, progress: turbo.score_many_variants(PROTEINS, VARIANTS, arm="full", progress=progress),
+    ],
+)
+def test_no_call_mixes_results_of_two_models(turbo: TurboEsm, call: Callable[[TurboEsm, Any], object]) -> None:
+    changing = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+
+    def progress(*_: object) -> None:
+        # As another thread might that trains the model.
+        with torch.no_grad():
+            changing.model.esm.encoder.layer[0].output.dense.bias.add_(1)
+
+    with pytest.raises(ValueError, match="the model has changed during the call"):
+        call(changing, progress)
 
 
 @pytest.mark.parametrize(
