@@ -27,9 +27,11 @@ from esm_turbo.evaluate.results import (
     extensions,
 )
 from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.identity import exact_identity
 from esm_turbo.proteins.fasta import check_sequence, sha256_residues
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.same_model import refuse_changed
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -69,7 +71,7 @@ def evaluate(
 
     Raises:
         ValueError: a preset needs a calibration and the model has none, a sequence is not a protein, an option is
-            invalid, or outputs of a preset contain NaN or infinity.
+            invalid, outputs of a preset contain NaN or infinity, or the model changes meanwhile.
     """
     if max_proteins is not None and max_proteins < 1:
         raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
@@ -86,7 +88,7 @@ def evaluate(
         counter.advance(0)
         return counter.advance
 
-    precision = None
+    begun, precision = exact_identity(turbo.model), None
     if reference is not None:
         expected, found = (whole_forwards(model, proteins) for model in (reference, turbo))
         precision = TokenAccuracy.of(compare_forwards(turbo, proteins, expected, found))
@@ -110,6 +112,7 @@ def evaluate(
         )
         for (name, config), size in zip(configs.items(), memory, strict=True)
     )
+    refuse_changed(turbo, begun)
     frozen = Frozen(TokenAccuracy.of(loo.frozen_full), extensions(extend, lengths, None))
     return Evaluation(_provenance(turbo, proteins), frozen, evaluated, unavailable, precision)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,17 @@ def test_progress_ends_every_stage(tiny: TurboEsm) -> None:
         assert reports[0] == (0, total)
         assert reports[-1] == (total, total)
         assert reports == sorted(reports)
+
+
+def test_figures_of_two_models_are_refused(tiny: TurboEsm) -> None:
+    changing = TurboEsm(copy.deepcopy(tiny.model), tiny.tokenizer)
+
+    def progress(*_: object) -> None:
+        with torch.no_grad():
+            changing.model.esm.encoder.layer[0].output.dense.bias.add_(1e-3)
+
+    with pytest.raises(ValueError, match="the model has changed"):
+        changing.evaluate(SEQUENCES, ["exact"], extend_ks=(), progress=progress)
 
 
 def test_the_embedded_model_on_a_real_protein(turbo: TurboEsm) -> None:
