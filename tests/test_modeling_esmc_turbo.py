@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,14 @@ def test_from_esm_shares_the_weights_and_refuses_others() -> None:
     for cls, model in ((TurboEsmModel, hf.esmc), (TurboEsmForMaskedLM, hf)):
         with pytest.raises(ValueError, match=r"needs a model of ESM-2, got model type 'esmc'"):
             cls.from_esm(model)
+
+
+def test_no_layer_of_a_checkpoint_is_left_out(tmp_path: Path) -> None:
+    make_esmc(layers=4).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match="has num_hidden_layers 3, but the checkpoint has layer 4, too"):
+        TurboEsmcForMaskedLM.from_pretrained(tmp_path, preset="exact")
 
 
 @torch.no_grad()

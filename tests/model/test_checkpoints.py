@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedModel
+from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from esm_turbo.model.checkpoints import checkpoint_class
 from tests.helpers.e1 import make_e1
-from tests.helpers.models import make_config, make_esm, make_esmc, random_ids
+from tests.helpers.models import make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 PUBLISHED = Path(__file__).parents[1] / "data" / "published_configs"
@@ -195,9 +195,8 @@ def test_a_weight_that_is_missing(tmp_path: Path) -> None:
         TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
 
 
-@pytest.mark.parametrize("make", [make_esmc, make_e1])
-def test_no_layer_of_a_checkpoint_is_left_out(make: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
-    make(layers=4).save_pretrained(tmp_path)
+def test_no_layer_of_a_checkpoint_is_left_out(tmp_path: Path) -> None:
+    make_e1(layers=4).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
     with pytest.raises(ValueError, match="has num_hidden_layers 3, but the checkpoint has layer 4, too"):
