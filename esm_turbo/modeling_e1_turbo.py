@@ -181,8 +181,7 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             hidden = layer(hidden, plan)
         (hidden,) = to_weight_device(self.norm.weight, hidden)
         hidden = self.norm(hidden)
-        wanted = plan.options.get("output_hidden_states") or self.config.output_hidden_states
-        return self.output(hidden, (*states, hidden) if wanted else None)
+        return self.output(hidden, (*states, hidden) if plan.options.get("output_hidden_states") else None)
 
     def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
         """See `FamilyEncoder.run_packed`."""
@@ -216,6 +215,8 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
                 before or between them, or there are `inputs_embeds`; see also `CachedModel.forward`.
             TypeError: there are other arguments, such as `output_attentions`.
         """
+        if "chains" in kwargs:
+            raise TypeError("the forward of E1 takes no 'chains': give `sequence_id`")
         extends = isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size > 0
         if input_ids is None or kwargs.get("inputs_embeds") is not None:
             raise ValueError("E1 numbers sequences by their tokens: give `input_ids`, not `inputs_embeds`")

@@ -136,6 +136,18 @@ def test_arguments_that_it_does_not_have_are_refused(name: str, value: object, n
     assert torch.equal(model(TWO, **{name: nothing}).logits, model(TWO).logits)
 
 
+def test_numbers_of_chains_are_given_as_those_of_sequences() -> None:
+    with pytest.raises(TypeError, match="takes no 'chains': give `sequence_id`"):
+        make_e1()(TWO, chains=NUMBERS)
+
+
+def test_an_argument_wins_over_the_configuration() -> None:
+    model = make_e1()
+    model.config.output_hidden_states = True
+    found = [model(TWO, output_hidden_states=asked).hidden_states for asked in (None, True, False)]
+    assert [states is None for states in found] == [False, False, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
 def test_numbers_of_sequences_are_of_any_integers(dtype: torch.dtype) -> None:
     assert torch.equal(make_e1()(TWO, sequence_id=NUMBERS.to(dtype)).logits, make_e1()(TWO).logits)

@@ -205,6 +205,9 @@ class CachedModel(CacheMethods, FamilyEncoder):
             check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:
             raise ValueError("`context_index` needs `past_key_values` with contexts")
+        options = {**kwargs, "return_dict": True}
+        if options.get("output_hidden_states") is None:
+            options["output_hidden_states"] = self.config.output_hidden_states
         inputs = ForwardInputs(
             input_ids,
             attention_mask,
@@ -216,7 +219,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
             append_mask,
             row_lengths,
             chains,
-            {**kwargs, "return_dict": True},
+            options,
         )
         cache = None
         if extends or use_cache:

@@ -240,6 +240,20 @@ def test_error_is_that_of_hugging_face_in_the_same_dtype(
                     assert (a - b).abs().max() <= 0.1 * b.abs().max()
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_the_configuration_may_ask_for_hidden_states(
+    on_cuda: Callable[..., TurboEsmForMaskedLM], packed_calls: list[int]
+) -> None:
+    model = on_cuda(torch.bfloat16)
+    ids, mask = (x.cuda() for x in random_ids([7, 9]))
+    expected = model(ids, mask, output_hidden_states=True, row_lengths=[7, 9]).hidden_states
+    model.config.output_hidden_states = True
+    found = model(ids, mask, row_lengths=[7, 9]).hidden_states
+    assert packed_calls == [16, 16] and all(map(torch.equal, found, expected))
+    assert model(ids, mask, output_hidden_states=False, row_lengths=[7, 9]).hidden_states is None
+
+
 def reference_cache(model: TurboEsmForMaskedLM, ids: Tensor, mask: Tensor) -> TurboKVCache:
     cache: TurboKVCache = model(ids, mask, use_cache=True).past_key_values
     return cache
