@@ -251,6 +251,10 @@ class SequencesJob(Job):
     def call(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
         """What is asked of each sequence, all different."""
 
+    def computed(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> set[str]:
+        """Those of the sequences that the model runs in `call`."""
+        return set(sequences)
+
     @property
     def least(self) -> int:
         """Tokens of the next sequence."""
@@ -268,13 +272,17 @@ class SequencesJob(Job):
     def run(self, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """One call for the sequences of all pieces, each once."""
         distinct = list(dict.fromkeys(sequence for work in works for sequence in work))
+        computed = self.computed(turbo, contexts, distinct)
         found = dict(zip(distinct, self.call(turbo, contexts, distinct), strict=True))
-        yield from ((index, [(one, found[one]) for one in work]) for index, work in enumerate(works))
+        for index, work in enumerate(works):
+            yield index, ([(one, found[one]) for one in work], sum(map(self._size, computed.intersection(work))))
+            computed.difference_update(work)
 
     def put(self, found: Any) -> None:
         """Keep what was asked of the next sequences."""
-        self._found += [one for _, one in found]
-        self.advance(sum(self._size(sequence) for sequence, _ in found))
+        results, ran = found
+        self._found += [one for _, one in results]
+        self.advance(sum(self._size(sequence) for sequence, _ in results), ran)
 
     def _size(self, sequence: str) -> int:
         return len(sequence) + self._special
@@ -291,6 +299,10 @@ class ContextJob(SequencesJob):
     def call(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
         """The keys."""
         return contexts.add(sequences)
+
+    def computed(self, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> set[str]:
+        """Those that are not stored."""
+        return {one for one in sequences if contexts.store.count_missing(turbo, [one])}
 
     def result(self) -> Any:
         """The key."""

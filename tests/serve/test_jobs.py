@@ -122,7 +122,16 @@ def test_embeddings_are_cut_between_sequences(turbo, contexts, tokens, batches):
         for mean, embedding in zip(job.result(), turbo.embed(own, include=["mean"]), strict=True):
             [expected] = embedding.mean_representations.values()
             assert torch.allclose(mean, expected, rtol=0, atol=TOLERANCE)
-        assert job.done == job.ran == job.tokens
+        assert job.done == job.tokens
+    assert [job.ran for job in jobs] == [jobs[0].tokens, 0]
+
+
+def test_stored_contexts_are_not_counted_as_run(turbo, contexts):
+    contexts.add(TARGETS[:1])
+    jobs = [ContextJob(sequence) for sequence in (*TARGETS, TARGETS[1])]
+    assert run(jobs, turbo, contexts, 10_000) == 1
+    assert [job.ran for job in jobs] == [0, len(TARGETS[1]) + 1, 0]
+    assert [job.done for job in jobs] == [job.tokens for job in jobs]
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 10_000])
