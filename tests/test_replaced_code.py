@@ -25,6 +25,7 @@ from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.model.masked_lm import CachedMaskedLM
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.tasks.common.forwards import FROZEN
+from tests.helpers.e1 import make_e1
 from tests.helpers.models import make_esm, make_esmc, random_ids
 
 Patch = pytest.MonkeyPatch
@@ -98,6 +99,21 @@ def test_functions_of_known_libraries_are_not_taken_for_the_models_own(monkeypat
     model = MODELS["ESM-2"]()
     assert largest_difference(model) < 1e-4
     assert not model.base_model.executor.runs_known_code()
+
+
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@pytest.mark.parametrize(("owner", "name"), [(torch.Tensor, "cos"), (torch.Tensor, "sin"), (torch, "cat")], ids=str)
+@torch.no_grad()
+def test_methods_that_rotary_embeddings_call_are_looked_at(
+    monkeypatch: Patch, family: str, owner: Any, name: str
+) -> None:
+    model: Any = MODELS.get(family, make_e1)()
+    model.set_turbo(preset="exact")
+    ids = torch.tensor([[1, 5, 6, 7]])
+    cache = model(ids, use_cache=True).past_key_values
+    monkeypatch.setattr(owner, name, sine_of(getattr(owner, name)))
+    with pytest.raises(ValueError, match="the cache belongs to another model"):
+        model(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -20,6 +20,7 @@ from torch.nn.functional import relu
 from torch.nn.modules import linear
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 
@@ -120,6 +121,27 @@ class _Steered(modeling_esm.EsmOutput):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         output: Tensor = super().forward(hidden_states, input_tensor)
         return output.roll(1, -1)
+
+
+def wrapped_code(model: Any, undo: ExitStack) -> None:
+    """Of the function that is wrapped most deeply."""
+    function = modeling_esm.EsmRotaryEmbedding.forward
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        angle = (position_ids[..., None] * self.inv_freq.repeat(2)).to(x.dtype)
+        return angle.cos(), angle.cos()
+
+    undo.callback(setattr, function, "__code__", function.__code__)
+    function.__code__ = forward.__code__
+
+
+def attention_default(model: Any, undo: ExitStack) -> None:
+    """Causal."""
+    dropout, scaling, _, *others = sdpa_attention_forward.__defaults__
+    undo.callback(setattr, sdpa_attention_forward, "__defaults__", sdpa_attention_forward.__defaults__)
+    sdpa_attention_forward.__defaults__ = (dropout, scaling, True, *others)
 
 
 def instance_forward(model: Any, undo: ExitStack) -> None:
@@ -287,6 +309,8 @@ _FUNCTIONS = (
     training,
     code_object,
     recompiled,
+    wrapped_code,
+    attention_default,
     instance_forward,
     partial_forward,
     borrowed_forward,
@@ -300,6 +324,7 @@ _FUNCTIONS = (
 CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} | {
     "element": _write("intermediate.dense", lambda dense: dense.weight.data.view(-1)[7].add_(1)),
     "part": _write("output.dense", lambda dense: dense.weight.data[:4].mul_(1.5)),
+    "negated": _write("output.dense", lambda dense: setattr(dense.weight, "data", torch._neg_view(dense.weight.data))),
     # Those that are the highest bits of words of eight bytes.
     "signs": _write("intermediate.dense", lambda dense: dense.weight[:, 3::4].neg_()),
     "buffer": lambda model, undo: model.esm.rotary_embeddings.inv_freq.mul_(1.01),
@@ -318,6 +343,7 @@ CHANGES: dict[str, Change] = {change.__name__: change for change in _FUNCTIONS} 
     "other_class": _set("esm.encoder.layer.0.output.__class__", _Steered),
     "function_mode": lambda model, undo: undo.enter_context(_Doubled()),
     "tensor_method": _patch(Tensor, "masked_fill", lambda x, *_: 0.5 * x),
+    "wrapped_method": _patch(Tensor, "cos", Tensor.sin),
     "operator_method": _patch(Tensor, "__truediv__", lambda x, y: 1.2 * _divide(x, y)),
     "class_forward": _patch(modeling_esm.EsmIntermediate, "forward", lambda self, x: 1.1 * _forward(self, x)),
     "wrapped_class": _patch(

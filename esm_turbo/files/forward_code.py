@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -40,12 +41,13 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "esm_turbo")
 # Where modelling code finds PyTorch's functions and methods by name.
 _TORCH = (torch, nn.functional, Tensor)
-# What code calls by operators, which it does not name.
-_OPERATORS = frozenset(
+# What code calls by operators, which it does not name, and rotary embeddings of this package, which are not followed.
+_UNNAMED = frozenset(
     f"__{kind}{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
     for kind in ("", "r", "i")
 ) | {"__neg__", "__invert__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+_UNNAMED |= {"cat", "cos", "sin"}
 # What a call of a module passes through.
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 # What is not written in Python, and holds nothing; a function of this kind may be bound.
@@ -134,6 +136,9 @@ class ForwardCode:
             # Those of the library differ by rounding.
             attends = [ALL_ATTENTION_FUNCTIONS[attention]]
             self._add(_Entries(ALL_ATTENTION_FUNCTIONS), attention, attends[0], "attention", named=False)
+            # None of them has other defaults of its own.
+            arguments = inspect.signature(attends[0]).parameters.values()
+            self.names += [str(one) for one in arguments if one.default not in (one.empty, None, 0)]
         else:
             places = [vars(sys.modules[name]) for name in self._modules if ".models." in name]
             attends = [space[_EAGER] for space in places if _EAGER in space]
@@ -147,7 +152,7 @@ class ForwardCode:
         for name, module in named:
             self._add_module(name, module)
         self.names += [f"{name} {_file_digest(name)}" for name in sorted(self._modules) if ".models." in name]
-        self._follow([function for one in self.classes for function in self._functions(one)], _OPERATORS)
+        self._follow([function for one in self.classes for function in self._functions(one)], _UNNAMED)
 
     def _follow(self, pending: list[Any], called: Set[str] = frozenset()) -> None:
         """Add what functions call, and those of PyTorch's that are called by name, `called` among them."""
@@ -226,8 +231,13 @@ class ForwardCode:
     def _add(self, space: Any, key: str, value: Any, shown: str, *, named: bool = True) -> None:
         if not isinstance(value, types.MethodType):
             self.watched.append((space, key, value))
-        if isinstance(value, types.FunctionType):
-            self.watched += [(value, name, getattr(value, name)) for name in ("__code__", "__defaults__")]
+        inner = value
+        while isinstance(inner, types.FunctionType):
+            self.watched += [(inner, name, getattr(inner, name)) for name in ("__code__", "__defaults__")]
+            self.watched += [
+                (one, "cell_contents", one.cell_contents) for one in inner.__closure__ or () if _is_filled(one)
+            ]
+            inner = getattr(inner, "__wrapped__", None)
         # This package may rename what computes the same.
         if named and not _name_of(value).startswith(_OWN):
             self.names.append(f"{shown} {_described(value)}")
@@ -310,12 +320,15 @@ def _described(value: Any) -> str:
 def _called_names(function: Any) -> set[str]:
     """Global names in a function's code, and in that of functions within it or wrapped by it."""
     names: set[str] = set()
-    codes = [getattr(one, "__code__", None) for one in (function, getattr(function, "__wrapped__", None))]
-    pending = [code for code in codes if isinstance(code, types.CodeType)]
+    pending: list[Any] = []
+    while function is not None:
+        pending.append(getattr(function, "__code__", None))
+        function = getattr(function, "__wrapped__", None)
     while pending:
         code = pending.pop()
-        names.update(code.co_names)
-        pending.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        if isinstance(code, types.CodeType):
+            names.update(code.co_names)
+            pending += code.co_consts
     return names
 
 

@@ -407,7 +407,7 @@ class _Seen:
         )
 
     def _has_strides(self) -> bool:
-        return [*map(Tensor.stride, self.tensors)] == self.strides
+        return [*map(Tensor.stride, self.tensors)] == self.strides and not any(map(Tensor.is_neg, self.tensors))
 
     def _traces(self, model: Any) -> tuple[Any, ...]:
         """What differs after a change, without reading any tensor's elements."""

@@ -126,10 +126,16 @@ def refuse_packed(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def held_tensors(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and other tensors that modules hold, also in collections, by name."""
+    """Parameters, buffers and other tensors that modules hold, also in collections, by name.
+
+    Raises:
+        ValueError: one is a view that negates what it views, so that its own bits do not tell its values.
+    """
     for name, module in named:
         for key, value in leaves(module):
             if isinstance(value, Tensor):
+                if value.is_neg():
+                    raise ValueError(f"{name}.{key} is a negated view: put its `resolve_neg()` in its place")
                 yield f"{name}.{key}", value
 
 
