@@ -48,8 +48,8 @@ class WritingError(OSError):
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """True of an error in writing to a disk that has no room left, or none for this user."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """True of an error in writing to a disk that has no room left, or none for this user or process."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -196,7 +197,6 @@ def _authorization(headers: dict[bytes, bytes]) -> tuple[bytes, bytes]:
 
 
 def _without_port(host: str) -> str:
-    """The name in a Host header, without brackets of IPv6."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    """The name in a Host header, without brackets of IPv6; empty if it is no such header."""
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([^][:]+))(?::\d*)?", host)
+    return "" if found is None else found[1] or found[2]

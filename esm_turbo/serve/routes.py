@@ -59,8 +59,16 @@ class _Request(Request):
     """Reads large bodies in another thread."""
 
     async def json(self) -> Any:
-        body = await self.body()
-        return json.loads(body) if len(body) < _SMALL_BODY else await asyncio.to_thread(json.loads, body)
+        body, parse = await self.body(), partial(json.loads, object_pairs_hook=_distinct)
+        return parse(body) if len(body) < _SMALL_BODY else await asyncio.to_thread(parse, body)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of which parsers would otherwise keep the last of equal keys."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise invalid("an object of the body has a key twice")
+    return found
 
 
 class _Route(APIRoute):

@@ -29,7 +29,7 @@ from esm_turbo.tasks.common.homologs import check_known, default_query_arm, quer
 from esm_turbo.tasks.common.run_info import context_arm
 from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
 from esm_turbo.tasks.generation.notation import parse_template
-from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids
+from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids, warn_of_peptides
 from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.score import ProteinRows
 
@@ -150,6 +150,7 @@ class Service:
 
     def score_job(self, context: str, request: ScoreRequest) -> ItemJob:
         """The job of scoring candidates."""
+        warn_of_peptides(self.turbo)
         target = self._protein(context)
         _check_count(request.candidates, self.limits.candidates, "candidates")
         candidates = []
@@ -380,7 +381,7 @@ def _by_position(allowed: str | Mapping[str, str] | None) -> str | dict[int, str
     if not isinstance(allowed, Mapping):
         return allowed
     for position in allowed:
-        if not (position.isascii() and position.isdecimal() and 0 < len(position) < 10):
+        if not (position.isascii() and position.isdecimal() and len(position) < 10 and position[0] != "0"):
             raise invalid(f"positions are integers counted from 1, got {position[:40]!r}", "allowed")
     return {int(position): letters for position, letters in allowed.items()}
 

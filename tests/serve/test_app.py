@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from benchmarks.serve.process import Client
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
+from esm_turbo.serve import service
 from esm_turbo.serve.app import STATIC
 from esm_turbo.serve.jobs import ItemJob
 from esm_turbo.serve.limits import Limits
@@ -53,6 +54,13 @@ def test_a_context_is_named_by_a_hash(client, context):
     assert found.status == 200
     assert found.json["residues"] == len(TARGET)
     assert set(found.json["run"]) == RUN
+
+
+def test_what_a_family_was_not_trained_on_is_mentioned(client, context, turbo, monkeypatch):
+    warned = []
+    monkeypatch.setattr(service, "warn_of_peptides", warned.append)
+    assert client.post(f"/v1/contexts/{context}/score", {"candidates": CANDIDATES}).status == 200
+    assert warned == [turbo]
 
 
 @pytest.mark.parametrize(("background", "target"), [("alone", TARGET), ("decoys", TARGET), ("decoys", DECOY)])
@@ -222,6 +230,7 @@ EMBED = {"model": "esm2-mini"}
         ("/v1/generate", {"sequence": "ACD", "positions": []}, ["positions"]),
         ("/v1/generate", {"sequence": "A<mask>", "allowed": {"1": "A"}}, ["allowed", "1"]),
         ("/v1/generate", {"sequence": "A<mask>", "allowed": {"x": "A"}}, ["allowed"]),
+        ("/v1/generate", {"sequence": "A<mask>", "allowed": {"2": "A", "02": "C"}}, ["allowed"]),
         ("/v1/generate", {"sequence": "A<mask>", "banned": "@"}, ["banned"]),
         ("/v1/generate", {"sequence": "A<mask>", "temperature": -1}, ["temperature"]),
         ("/v1/generate", {"sequence": "A<mask>", "top_p": 2}, ["top_p"]),
@@ -245,6 +254,7 @@ def test_what_is_wrong_is_named(client, context, path, body, field):
         (b"null", 422),
         (b'"ACD"', 422),
         (b"\xff\xfe", 422),
+        (b'{"sequence": "ACD", "sequence": "AAA"}', 422),
         (b'{"sequence": NaN}', 422),
         (b"[" * 20_000, 400),
         (b'{"sequence": ' + b"9" * 10_000 + b"}", 400),

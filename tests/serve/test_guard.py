@@ -165,7 +165,12 @@ def test_large_bodies_are_limited_by_client_and_over_all(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [(b"LOCALHOST:80", 200), (b"[::1]:80", 200), (b"localhost.evil", 421), (b"", 421)]
+    ("host", "status"),
+    [(b"LOCALHOST:80", 200), (b"localhost", 200), (b"[::1]:80", 200), (b"[::1]", 200)]
+    + [
+        (host, 421)
+        for host in (b"localhost.evil", b"", b"[::1].evil", b"[::1", b"localhost:evil", b"[localhost]", b"::1")
+    ],
 )
 def test_hosts(host, status):
     assert ask([part(b"")], [(b"host", host)], hosts=["localhost", "::1"])[0] == status
