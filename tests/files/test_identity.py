@@ -403,6 +403,18 @@ def test_large_writes_without_a_trace_are_noticed(model):
     assert seen_identity(model).difference(before) == "the weights differ"
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_steps_of_fused_optimizers_are_noticed(model, optimizer):
+    before, other = model_identity(model), make().esm
+    of_other = model_identity(other)
+    weight = model.get_parameter(TENSORS[4])
+    weight.grad = torch.zeros_like(weight)
+    weight.grad.view(-1)[7] = 1
+    optimizer([weight], lr=0.1, fused=True).step()
+    assert model_identity(model, sampled=False).difference(before) == "the weights differ"
+    assert model_identity(other, sampled=False) is of_other
+
+
 @pytest.mark.parametrize("gather", [None, Gatherer])
 def test_changes_are_told_of_the_time_when_one_began_to_watch(model, gather):
     before = model_identity(model)
