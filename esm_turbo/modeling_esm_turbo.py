@@ -170,7 +170,7 @@ class _Esm2Checkpoints(CheckpointMixin):
     def check_config(cls, config: EsmConfig) -> None:
         """See `CheckpointMixin.check_config`."""
         super().check_config(config)
-        if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
+        if config.position_embedding_type != "rotary" or config.is_decoder is not False or config.is_folding_model:
             raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
 
     def state_to_save(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import operator
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes, misplaced_layer
 from esm_turbo.files.model_contents import (
@@ -38,6 +36,7 @@ from esm_turbo.files.model_contents import (
     own_configs,
     refuse_offloaded,
     refuse_packed,
+    steps_of,
     watched_values,
 )
 from esm_turbo.files.tensor_digests import sampled_views, tensors_digest
@@ -372,9 +371,6 @@ class _Seen:
             "dropout": dropout,
         }
         self.identities: dict[tuple[str, str], ModelIdentity] = {}
-        self.trained = False
-        with _LOCK:
-            _LOOKS.add(self)
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a model have not been seen."""
@@ -392,7 +388,7 @@ class _Seen:
     def is_current(self, model: Any, sampled: bool | None) -> bool:
         """True if nothing has changed, see `model_identity`."""
         # Every call comes here: loops over all modules run in C.
-        if self.trained or not all(map(operator.is_, map(self.look_up, *self.places), self.entries)):
+        if not all(map(operator.is_, map(self.look_up, *self.places), self.entries)):
             return False
         spaces, keys, functions = self.code
         if not all(map(operator.is_, map(getattr, spaces, keys), functions)) or self._traces(model) != self.traces:
@@ -422,6 +418,7 @@ class _Seen:
             [*map(len, self.own)],
             [*map(len, self.spaces)],
             [*map(_VERSION, self.counting)],
+            steps_of(self.tensors),
             [*map(Tensor.data_ptr, self.tensors)],
             [*map(type, self.modules)],
             [*map(list, self.lists)],
@@ -433,21 +430,6 @@ class _Seen:
     def _sample(self) -> list[Tensor]:
         """Bits of the sampled elements, one tensor for each device and width."""
         return [torch.cat(views) for views in self.views]
-
-
-_LOOKS = weakref.WeakSet[_Seen]()
-_LOCK = threading.Lock()
-
-
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Note the models whose weights an optimizer has written: fused ones do not count it as a change."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    with _LOCK:
-        for seen in _LOOKS:
-            seen.trained |= not stepped.isdisjoint(map(id, seen.tensors))
-
-
-register_optimizer_step_post_hook(_note_step)
 
 
 class _Same(list[Any]):

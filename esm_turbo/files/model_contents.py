@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = [
     "MODEL_ID",
@@ -22,6 +23,7 @@ __all__ = [
     "own_configs",
     "refuse_offloaded",
     "refuse_packed",
+    "steps_of",
     "version_of",
     "watched_values",
 ]
@@ -102,8 +104,24 @@ def refuse_offloaded(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
+    """Number of in-place changes of a tensor; an inference tensor counts none but those by optimizers."""
+    return _STEPS.get(id(tensor), 0) + (0 if tensor.is_inference() else tensor._version)
+
+
+def steps_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Number of steps in which optimizers have written each tensor; empty while there were none at all."""
+    return [*map(_STEPS.get, map(id, tensors))] if _STEPS else []
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write weights without counting it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _STEPS[id(parameter)] = _STEPS.get(id(parameter), 0) + 1
+
+
+_STEPS: dict[int, int] = {}
+register_optimizer_step_post_hook(_note_step)
 
 
 def refuse_packed(named: Iterable[tuple[str, nn.Module]]) -> None:

@@ -41,6 +41,18 @@ def dev_set(count: int) -> tuple[list[str], list[str]]:
     return list(targets)[:count], list(dict.fromkeys(row["Sequence"] for row in rows))[:count]
 
 
+def _write(parameter: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def _train(parameter: torch.nn.Parameter) -> None:
+    """By an optimizer that counts no write."""
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [_write, _train])
 @pytest.mark.parametrize(
     "call",
     [
@@ -50,13 +62,14 @@ def dev_set(count: int) -> tuple[list[str], list[str]]:
         lambda turbo, progress: turbo.score_many_variants(PROTEINS, VARIANTS, arm="full", progress=progress),
     ],
 )
-def test_no_call_mixes_results_of_two_models(turbo: TurboEsm, call: Callable[[TurboEsm, Any], object]) -> None:
+def test_no_call_mixes_results_of_two_models(
+    turbo: TurboEsm, call: Callable[[TurboEsm, Any], object], change: Callable[[torch.nn.Parameter], None]
+) -> None:
     changing = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
 
     def progress(*_: object) -> None:
         # As another thread might that trains the model.
-        with torch.no_grad():
-            changing.model.esm.encoder.layer[0].output.dense.bias.add_(1)
+        change(changing.model.esm.encoder.layer[0].output.dense.bias)
 
     with pytest.raises(ValueError, match="the model has changed during the call"):
         call(changing, progress)
