@@ -295,7 +295,7 @@ async def _result(future: asyncio.Future[Any]) -> Any:
         message = printable(str(error))
         if is_out_of_memory(error):
             raise RequestError(503, f"not enough memory: {message}") from error
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not isinstance(error, OSError):
             raise invalid(message) from error
         if is_full_disk(error):
             raise RequestError(507, "the disk of the store is full") from error

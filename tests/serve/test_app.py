@@ -16,6 +16,7 @@ import pytest
 from safetensors import SafetensorError
 
 from benchmarks.serve.process import Client
+from esm_turbo.files.paths import NotWritableError
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
 from esm_turbo.serve import service
 from esm_turbo.serve.app import STATIC
@@ -549,7 +550,7 @@ def test_a_check_counts_to_the_time_of_its_request(turbo, tmp_path, monkeypatch)
     monkeypatch.setattr(Service, "embed_job", lambda service, request: gate.wait(60))
     with running(turbo, tmp_path / "store", Limits(seconds=0.5)) as client:
         assert client.post("/v1/embeddings", {"input": "ACD", **EMBED}).status == 504
-        assert client.get("/healthz").status == 503
+        wait_until(lambda: client.get("/healthz").status == 503)
         gate.set()
         wait_until(lambda: client.get("/healthz").status == 200)
 
@@ -639,10 +640,16 @@ def test_a_full_store_and_a_full_disk_are_told(turbo, tmp_path, monkeypatch):
         assert client.post("/v1/contexts", {"sequence": "ACD"}).status == 507
     with running(turbo, tmp_path / "another") as client:
 
+        def read_only(*_):
+            raise NotWritableError("/store: cannot be written (Read-only file system)")
+
         def full(*_, **__):
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
         monkeypatch.setattr("esm_turbo.files.artifacts.save_file", full)
         assert client.post("/v1/contexts", {"sequence": "ACD"}).status == 507
+        monkeypatch.setattr(client.service.contexts, "add", read_only)
+        answer = client.post("/v1/contexts", {"sequence": "ACD"})
+        assert answer.status == 500 and b"/store" not in answer.body
         monkeypatch.undo()
         assert client.add("ACD")
