@@ -74,6 +74,9 @@ class Service:
         toks_per_batch: int | None = None,
         wait: float = 0.002,
     ) -> None:
+        for tensor in (*turbo.model.parameters(), *turbo.model.buffers()):
+            # What is mapped from a file would change with it.
+            tensor.data = tensor.data.clone() if tensor.device.type == "cpu" else tensor.data
         turbo.model.new_cache()
         store.check_model(turbo)
         self.turbo = turbo

@@ -16,6 +16,7 @@ import pytest
 from safetensors import SafetensorError
 
 from benchmarks.serve.process import Client
+from esm_turbo import TurboEsm
 from esm_turbo.files.paths import NotWritableError
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
 from esm_turbo.serve import service
@@ -631,6 +632,19 @@ def test_a_failure_is_one_line_and_reaches_nobody_else(turbo, tmp_path, monkeypa
         assert b"broken" not in answer.body
         assert "RuntimeError: broken here" in caplog.text
         assert client.post(f"/v1/contexts/{key}/score", {"candidates": ["ACDE"]}).status == 200
+
+
+def test_a_checkpoint_that_is_overwritten_changes_nothing_that_is_served(turbo, tmp_path):
+    turbo.save_pretrained(tmp_path / "served")
+    loaded = TurboEsm.from_pretrained(tmp_path / "served", dtype="float32")
+    with running(loaded, tmp_path / "store") as client:
+        body = {"input": "ACDEF", "model": loaded.name}
+        before = client.post("/v1/embeddings", body).json
+        path = tmp_path / "served" / "model.safetensors"
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(bytes(path.stat().st_size // 2))
+        assert client.post("/v1/embeddings", body).json == before
 
 
 def test_a_full_store_and_a_full_disk_are_told(turbo, tmp_path, monkeypatch):
