@@ -364,7 +364,8 @@ class _Seen:
         dropout = dropping_module(named)
         self.is_plain = not (code.foreign or code.replaces or self.attention or dropout)
         self.described = {
-            "weights": tensors_digest(tensors.items()),
+            # Not in the order of registration, which pruning and other parametrizations leave changed.
+            "weights": tensors_digest(sorted(tensors.items(), key=operator.itemgetter(0))),
             "options": _digest(options(model.config, named)),
             "forward": _digest([self.names, getattr(model, MODEL_ID, None)]),
             "foreign": "" if getattr(model, MODEL_ID, None) else code.foreign,

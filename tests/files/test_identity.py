@@ -392,6 +392,13 @@ def test_the_identity_is_the_same_object_while_nothing_changes(model):
     assert not model_identity(model).difference(before)
 
 
+def test_the_order_in_which_tensors_were_registered_does_not_count(model):
+    before = model_identity(model)
+    for module in model.modules():
+        module._parameters = dict(reversed(module._parameters.items()))
+    assert not exact_identity(model).difference(before)
+
+
 def test_large_writes_without_a_trace_are_noticed(model):
     before = model_identity(model)
     assert not watch(model, Gatherer)()
