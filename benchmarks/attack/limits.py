@@ -57,7 +57,7 @@ def _about_a_disk(outcome: Outcome, name: str, folder: Path, *, read_only: bool)
     if read_only and outcome.code != 2:
         findings.append(Finding("exit", f"exit code {outcome.code} for an output that can never be written: {last}"))
     # Exit code 1: the job was done when its results could not be written, unless it could not even lock them.
-    begun = outcome.code == 1 and not last.endswith(f"{LOCK_FILE}'")
+    begun = outcome.code == 1 and not last.endswith((f"{LOCK_FILE}'", ".parts'"))
     if begun and name in ("score", "variants", "generate") and not outcome.out.strip():
         findings.append(Finding("results lost", f"neither written nor printed: {last}"))
     return findings
