@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 __all__ = [
     "MODEL_ID",
@@ -109,7 +113,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def steps_of(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Number of steps in which optimizers have written each tensor; empty while there were none at all."""
+    """Number of beginnings and ends of steps that write each tensor; empty while there were none at all."""
     return [*map(_STEPS.get, map(id, tensors))] if _STEPS else []
 
 
@@ -121,6 +125,8 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 _STEPS: dict[int, int] = {}
+# Both, so that neither what began before the step nor what began within it takes the weights for unchanged.
+register_optimizer_step_pre_hook(_note_step)
 register_optimizer_step_post_hook(_note_step)
 
 

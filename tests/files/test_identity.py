@@ -1,5 +1,6 @@
 """Identities: what changes a model's results changes its identity, or nothing can be kept."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -420,6 +421,25 @@ def test_steps_of_fused_optimizers_are_noticed(model, optimizer):
     optimizer([weight], lr=0.1, fused=True).step()
     assert model_identity(model, sampled=False).difference(before) == "the weights differ"
     assert model_identity(other, sampled=False) is of_other
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_are_noticed_before_they_end(model, fails):
+    before, found = model_identity(model), []
+    weight = model.get_parameter(TENSORS[4])
+    weight.grad = torch.zeros_like(weight)
+    weight.grad.view(-1)[7] = 1
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def after(*_: object) -> None:
+        found.append(model_identity(model, sampled=False).difference(before))
+        if fails:
+            raise RuntimeError("stopped")
+
+    optimizer.register_step_post_hook(after)
+    with pytest.raises(RuntimeError, match="stopped") if fails else contextlib.nullcontext():
+        optimizer.step()
+    assert found == ["the weights differ"]
 
 
 @pytest.mark.parametrize("gather", [None, Gatherer])
