@@ -42,12 +42,30 @@ _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "esm_turbo")
 # Where modelling code finds PyTorch's functions and methods by name.
 _TORCH = (torch, nn.functional, Tensor)
 # What code calls by operators, which it does not name, and rotary embeddings of this package, which are not followed.
-_UNNAMED = frozenset(
-    f"__{kind}{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
-    for kind in ("", "r", "i")
-) | {"__neg__", "__invert__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-_UNNAMED |= {"cat", "cos", "sin"}
+_UNNAMED = (
+    frozenset(
+        f"__{kind}{name}__"
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
+        for kind in ("", "r", "i")
+    )
+    | {
+        "__neg__",
+        "__invert__",
+        "__getitem__",
+        "__setitem__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+    }
+    | {
+        "cat",
+        "cos",
+        "sin",
+    }
+)
 # What a call of a module passes through.
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 # What is not written in Python, and holds nothing; a function of this kind may be bound.
@@ -231,13 +249,10 @@ class ForwardCode:
     def _add(self, space: Any, key: str, value: Any, shown: str, *, named: bool = True) -> None:
         if not isinstance(value, types.MethodType):
             self.watched.append((space, key, value))
-        inner = value
-        while isinstance(inner, types.FunctionType):
+        for inner in _with_wrapped(value) if isinstance(value, types.FunctionType) else ():
             self.watched += [(inner, name, getattr(inner, name)) for name in ("__code__", "__defaults__")]
-            self.watched += [
-                (one, "cell_contents", one.cell_contents) for one in inner.__closure__ or () if _is_filled(one)
-            ]
-            inner = getattr(inner, "__wrapped__", None)
+            cells = filter(_is_filled, inner.__closure__ or ())
+            self.watched += [(cell, "cell_contents", cell.cell_contents) for cell in cells]
         # This package may rename what computes the same.
         if named and not _name_of(value).startswith(_OWN):
             self.names.append(f"{shown} {_described(value)}")
@@ -317,13 +332,18 @@ def _described(value: Any) -> str:
     return repr(value) if is_plain(value) and not isinstance(value, set | frozenset) else _name_of(value)
 
 
+def _with_wrapped(function: Any) -> Iterator[types.FunctionType]:
+    """A function, and those that it wraps, one within the other."""
+    while function is not None:
+        if isinstance(function, types.FunctionType):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
 def _called_names(function: Any) -> set[str]:
     """Global names in a function's code, and in that of functions within it or wrapped by it."""
     names: set[str] = set()
-    pending: list[Any] = []
-    while function is not None:
-        pending.append(getattr(function, "__code__", None))
-        function = getattr(function, "__wrapped__", None)
+    pending = [one.__code__ for one in _with_wrapped(function)]
     while pending:
         code = pending.pop()
         if isinstance(code, types.CodeType):

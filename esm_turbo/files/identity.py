@@ -400,15 +400,13 @@ class _Seen:
         """Begin to compare the sample with the model as it is now; the result waits for a device."""
         if gather is None:
             found = self._sample()
-            return lambda: self._has_strides() and all(map(torch.equal, self.sample, found))
+            return lambda: self._has_layout() and all(map(torch.equal, self.sample, found))
         if self.gathered is None:
             self.gathered = [gather(views) for views in self.views]
         begun = [found.begin() for found in self.gathered]
-        return lambda: (
-            self._has_strides() and all(same(before) for before, same in zip(self.sample, begun, strict=True))
-        )
+        return lambda: self._has_layout() and all(same(before) for before, same in zip(self.sample, begun, strict=True))
 
-    def _has_strides(self) -> bool:
+    def _has_layout(self) -> bool:
         return [*map(Tensor.stride, self.tensors)] == self.strides and not any(map(Tensor.is_neg, self.tensors))
 
     def _traces(self, model: Any) -> tuple[Any, ...]:

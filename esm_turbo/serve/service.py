@@ -75,8 +75,9 @@ class Service:
         wait: float = 0.002,
     ) -> None:
         for tensor in (*turbo.model.parameters(), *turbo.model.buffers()):
-            # What is mapped from a file would change with it.
-            tensor.data = tensor.data.clone() if tensor.device.type == "cpu" else tensor.data
+            if tensor.device.type == "cpu":
+                # What is mapped from a file would change with it.
+                tensor.data = tensor.data.clone()
         turbo.model.new_cache()
         store.check_model(turbo)
         self.turbo = turbo
