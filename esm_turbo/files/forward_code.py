@@ -42,30 +42,12 @@ _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "esm_turbo")
 # Where modelling code finds PyTorch's functions and methods by name.
 _TORCH = (torch, nn.functional, Tensor)
 # What code calls by operators, which it does not name, and rotary embeddings of this package, which are not followed.
-_UNNAMED = (
-    frozenset(
-        f"__{kind}{name}__"
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
-        for kind in ("", "r", "i")
-    )
-    | {
-        "__neg__",
-        "__invert__",
-        "__getitem__",
-        "__setitem__",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-    }
-    | {
-        "cat",
-        "cos",
-        "sin",
-    }
-)
+_UNNAMED = frozenset(
+    f"__{kind}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "and", "or")
+    for kind in ("", "r", "i")
+) | {"__neg__", "__invert__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+_UNNAMED |= {"cat", "cos", "sin"}
 # What a call of a module passes through.
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 # What is not written in Python, and holds nothing; a function of this kind may be bound.
