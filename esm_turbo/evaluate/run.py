@@ -27,6 +27,7 @@ from esm_turbo.evaluate.results import (
     extensions,
 )
 from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.fingerprint import model_fingerprint, same_model
 from esm_turbo.files.identity import exact_identity
 from esm_turbo.proteins.fasta import check_sequence, sha256_residues
 from esm_turbo.proteins.limits import warn_if_long
@@ -71,7 +72,7 @@ def evaluate(
 
     Raises:
         ValueError: a preset needs a calibration and the model has none, a sequence is not a protein, an option is
-            invalid, outputs of a preset contain NaN or infinity, or the model changes meanwhile.
+            invalid, `reference` has other weights, outputs contain NaN or infinity, or the model changes meanwhile.
     """
     if max_proteins is not None and max_proteins < 1:
         raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
@@ -90,6 +91,9 @@ def evaluate(
 
     begun, precision = exact_identity(turbo.model), None
     if reference is not None:
+        own, other = (model_fingerprint(one.model.base_model) for one in (turbo, reference))
+        if not same_model(own, other, rounded=True):
+            raise ValueError("`reference` has other weights than the model: give the same ones in another precision")
         expected, found = (whole_forwards(model, proteins) for model in (reference, turbo))
         precision = TokenAccuracy.of(compare_forwards(turbo, proteins, expected, found))
     memory = measure_memory(turbo, proteins, list(configs.values()))

@@ -144,6 +144,18 @@ def test_figures_of_two_models_are_refused(tiny: TurboEsm) -> None:
         changing.evaluate(SEQUENCES, ["exact"], extend_ks=(), progress=progress)
 
 
+def test_a_reference_of_other_weights_is_refused(tiny: TurboEsm, turbo: TurboEsm) -> None:
+    changed, reduced = (TurboEsm(copy.deepcopy(tiny.model), tiny.tokenizer) for _ in range(2))
+    with torch.no_grad():
+        changed.model.esm.encoder.layer[0].output.dense.weight.add_(1e-3)
+    for other in (changed, turbo):
+        with pytest.raises(ValueError, match="`reference` has other weights"):
+            tiny.evaluate(SEQUENCES[:1], ["exact"], **OFF, reference=other)
+    reduced.model.bfloat16()
+    precision = tiny.evaluate(SEQUENCES[:1], ["exact"], **OFF, reference=reduced).precision
+    assert precision is not None and 0 < precision.residues.kl_mean < 1e-2
+
+
 def test_the_embedded_model_on_a_real_protein(turbo: TurboEsm) -> None:
     sequence = "VLSPADKTNVKAAWGKVGAHAGEYGAEALERMFLSFPTTKTYFPHFDLSHGSAQVKGHGKKVADALTNAV"
     result = turbo.evaluate(sequence, ["paper"], extend_ks=(8,), refresh_ws=(0, 8))
