@@ -214,13 +214,12 @@ class ContextModel:
             counts = torch.tensor(tokens), torch.tensor(masks)
             if bool((counts[1] >= counts[0]).any()):
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
-        device = self.model.device
 
         def call() -> TurboKVCache:
             output = self.model.base_model(
-                to_device(input_ids, device),
-                to_device(attention_mask, device),
-                None if places is None else to_device(places, device),
+                input_ids,
+                attention_mask,
+                places,
                 past_key_values=new_cache(),
                 use_cache=True,
                 token_counts=counts,
@@ -325,13 +324,13 @@ class ContextModel:
             seen = torch.cat([(torch.arange(cache.get_seq_length()) < rows.first).long(), mask], dim=1)
         steps = torch.arange(mask.shape[1])
         states = self.model.base_model(
-            to_device(rows.input_ids, device),
-            None if seen is None else to_device(seen, device),
-            to_device(rows.positions, device),
+            rows.input_ids,
+            seen,
+            rows.positions,
             past_key_values=cache,
             context_index=None if index is None else index.contexts.tolist(),
             use_cache=append,
-            append_mask=to_device((steps >= rows.begin) & (steps < rows.end), device),
+            append_mask=(steps >= rows.begin) & (steps < rows.end),
         ).last_hidden_state
         # The new tokens of each row follow its refreshed ones.
         counts = mask.sum(1, keepdim=True)

@@ -49,9 +49,9 @@ __all__ = ["FORMAT_VERSION", "Append", "TurboCacheLayer", "TurboKVCache"]
 
 FORMAT_VERSION = 4
 
-# A protein has one <cls> and at most one <eos>. On a device this is assumed of one sequence, since counting would wait
-# for it.
-_DEVICE_SLOTS = 2
+# A protein has one <cls> and at most one <eos>: on a device caches have as many slots, of which graphs know the shape.
+# Where there may be more, they are counted, which waits for it.
+PROTECTED_SLOTS = 2
 # Positions are stored as int32. More than the tokens of any row.
 MAX_POSITION = 2**31 - 1
 _UNCLAIMED = "the cache belongs to no model yet: call model.bind_cache(cache) first"
@@ -175,6 +175,7 @@ class TurboKVCache(CacheStorage):
         position_ids: Tensor | None,
         protected_ids: Sequence[int],
         chains: Tensor | None = None,
+        specials: int | None = None,
     ) -> Append:
         """Starts an append: which tokens are stored, in which order, and which of them are protected.
 
@@ -184,6 +185,7 @@ class TurboKVCache(CacheStorage):
             position_ids: their positions, [batch, n]; None for each row's next ones.
             protected_ids: tokens that are protected if the options say so; none for a model that has none.
             chains: number of each token's chain, integers [batch, n]; None for 0.
+            specials: most of the tokens that any row stores that may be protected; None waits for the device.
 
         Raises:
             ValueError: the cache has several chains, and those of the new tokens are not given.
@@ -196,11 +198,12 @@ class TurboKVCache(CacheStorage):
         stored = torch.arange(order.shape[1], device=order.device) < counts[:, None]
         protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
         protects = self.config.protect_special_tokens and len(protected_ids) > 0
+        most = 0
         if protects:
             # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
             special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in protected_ids])
-            counted = self._on_cpu or chains is not None
-            slots = int(special.sum(1).max()) if counted else min(_DEVICE_SLOTS, special.shape[1])
+            most = int(special.sum(1).max()) if specials is None else specials
+            slots = most if self._on_cpu else max(most, min(PROTECTED_SLOTS, special.shape[1]))
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
         positions = None if position_ids is None else position_ids.expand_as(order).gather(1, order).to(torch.int32)
@@ -213,7 +216,7 @@ class TurboKVCache(CacheStorage):
             chains = chains.gather(1, order).to(torch.int32)
             if self.chains is None and self._on_cpu and not bool((stored & (chains != 0)).any()):
                 chains = None
-        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains, protects)
+        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains, protects, most)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
         """Encodes one layer's keys and values of the new tokens.
@@ -287,6 +290,7 @@ class TurboKVCache(CacheStorage):
             new["positions"] = (self.next_positions[:, None] + steps).to(torch.int32)
         protected = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
         new["protected_columns"] = protected.to(torch.int32)
+        slots = self.protected_columns.shape[1] + append.specials
         stored = {name for name, _ in self.named_tensors()}
         first = not self.layers[0].packed
         for name, tensor in layer_tensors(append.layers):
@@ -296,26 +300,36 @@ class TurboKVCache(CacheStorage):
         # Autocast refuses to concatenate tensors of the other half precision.
         with torch.autocast(self.device.type, enabled=False):
             self._write(new, append.counts)
-        self._changed()
+        self._changed(slots=slots)
 
     def _default_positions(self, columns: int) -> Tensor:
         """0, 1, 2, ... for every row, int32 [batch, columns]."""
         return torch.arange(columns, dtype=torch.int32, device=self.device).repeat(self.batch_size, 1)
 
-    def _changed(self, at_most: int | None = None) -> None:
+    def _changed(self, at_most: int | None = None, slots: int | None = None) -> None:
         """Drops columns and slots that no row uses; to be called whenever lengths change.
 
-        On a device exact numbers would force a sync, so upper bounds are used: two slots, and the columns there are.
+        On a device exact numbers would force a sync, so that upper bounds are used, unless more than two slots may be
+        in use. One column stays, which kernels may read.
 
         Args:
             at_most: another upper bound of the lengths.
+            slots: another upper bound of the slots in use.
         """
         self._seq_length = None
-        columns, slots = self.columns if at_most is None else min(self.columns, at_most), _DEVICE_SLOTS
+        slots, least = self.protected_columns.shape[1] if slots is None else slots, 0
+        columns = self.columns if at_most is None else min(self.columns, at_most)
         if self._on_cpu:
             columns = self.get_seq_length()
+        else:
+            least = PROTECTED_SLOTS
+        if slots > least:
             slots = int((self.protected_columns >= 0).sum(1).max()) if self.batch_size else 0
+        slots = max(slots, least)
         self._trim(columns)
+        if self.batch_size and not columns and not self._on_cpu:
+            self._map_tensors(lambda x, dim: x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :]), Axis.COLUMN)
+            columns = 1
         if (slots := min(slots, columns)) < self.protected_columns.shape[1]:
             self._keep_slots(slots)
 
@@ -457,7 +471,9 @@ class TurboKVCache(CacheStorage):
         rows = rows.to(torch.int64) if rows.numel() == 0 else rows
         selected = copy.copy(self)
         selected.batch_select_indices(rows)
-        selected._trim(selected.get_seq_length())
+        length = selected.get_seq_length()
+        selected._changed(length)
+        selected._seq_length = length
         return selected
 
     def cut(self, lengths: Sequence[int]) -> list[Self]:

@@ -35,7 +35,7 @@ from esm_turbo.model.e1_layers import (
     TurboE1Config,
     run_packed,
 )
-from esm_turbo.model.inputs import check_inputs
+from esm_turbo.model.inputs import check_inputs, on_host
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
 from esm_turbo.model.sequences import number_sequences
@@ -204,15 +204,15 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             attention_mask: zeros and ones, see `CachedModel.forward`.
             position_ids: global positions, [batch, n] or [1, n]; by default 0, 1, 2, ... or each row's next ones.
             sequence_id: number of each token's sequence, integers [batch, n] that never fall along a row, -1 for
-                padding, which `attention_mask` may hide as well; by default counted by `<bos>`, for which a device must
-                be waited for. Only without a context: new tokens are the sequence after its last.
+                padding, which `attention_mask` may hide as well; by default counted by `<bos>`. A device is waited for,
+                and for `input_ids`. Only without a context: new tokens are the sequence after its last.
             past_key_values: see `CachedModel.forward`.
             **kwargs: of `CachedModel.forward`, and `output_hidden_states`.
 
         Raises:
-            ValueError: new tokens after a context are of several sequences (on the CPU only) or have a `sequence_id`,
-                it is of another shape, no integers, falls or is too large, rows of several sequences have padding
-                before or between them, or there are `inputs_embeds`; see also `CachedModel.forward`.
+            ValueError: new tokens after a context are of several sequences or have a `sequence_id`, it is of another
+                shape, no integers, falls or is too large, rows of several sequences have padding before or between
+                them, or there are `inputs_embeds`; see also `CachedModel.forward`.
             TypeError: there are other arguments, such as `output_attentions`.
         """
         if "chains" in kwargs:
@@ -228,31 +228,33 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
                     " `attention_mask` where they are padded"
                 )
             check_chains(sequence_id, [(input_ids.shape[0], input_ids.shape[1])])
-            sequence_id = sequence_id.long()
-        if not extends or input_ids.device.type == "cpu":
-            mask = None if attention_mask is None or attention_mask.shape != input_ids.shape else attention_mask != 0
-            if sequence_id is None:
-                begins = input_ids[:, 1:] == self.config.bos_token_id
-                if bool((begins if mask is None else begins & mask[:, 1:]).any()):
-                    if extends:
-                        raise ValueError(
-                            "new tokens after a context must be one sequence per row: `<bos>` occurs within them"
-                        )
-                    sequence_id = number_sequences(input_ids, self.config.bos_token_id)
-            if sequence_id is not None:
-                if mask is not None:
-                    sequence_id = torch.where(mask, sequence_id, -1)
-                real, limit = sequence_id >= 0, self.config.max_num_sequences
-                attention_mask = real.long()
-                falls = sequence_id.where(real, limit).diff(dim=1) < 0
-                if not bool((sequence_id > 0).any()):
-                    sequence_id = None
-                elif bool(falls.any() | (sequence_id >= limit).any()):
+            sequence_id = sequence_id.cpu().long()
+        # A caller that captures a graph of extensions cannot wait.
+        ids, mask = on_host(input_ids) if extends else input_ids.cpu(), None
+        if attention_mask is not None and attention_mask.shape == input_ids.shape and ids is not None:
+            mask = attention_mask.cpu() != 0
+        if sequence_id is None and ids is not None:
+            begins = ids[:, 1:] == self.config.bos_token_id
+            if bool((begins if mask is None else begins & mask[:, 1:]).any()):
+                if extends:
                     raise ValueError(
-                        f"rows of several sequences must begin with `<bos>`, be numbered upwards from 0 to {limit - 1},"
-                        " and be padded on the right and nowhere else"
+                        "new tokens after a context must be one sequence per row: `<bos>` occurs within them"
                     )
-            kwargs["chains"] = sequence_id
+                sequence_id = number_sequences(ids, self.config.bos_token_id)
+        if sequence_id is not None:
+            if mask is not None:
+                sequence_id = torch.where(mask, sequence_id, -1)
+            real, limit = sequence_id >= 0, self.config.max_num_sequences
+            attention_mask = real.long()
+            falls = sequence_id.where(real, limit).diff(dim=1) < 0
+            if not bool((sequence_id > 0).any()):
+                sequence_id = None
+            elif bool(falls.any() | (sequence_id >= limit).any()):
+                raise ValueError(
+                    f"rows of several sequences must begin with `<bos>`, be numbered upwards from 0 to {limit - 1},"
+                    " and be padded on the right and nowhere else"
+                )
+        kwargs["chains"] = sequence_id
         output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
             input_ids, attention_mask, position_ids, past_key_values=past_key_values, **kwargs
         )

@@ -21,6 +21,7 @@ class Append:
         chains: of the tokens as ordered, int32 [batch, n], or None where all of a row are one chain.
         protected: per slot the ordered token that it protects, -1 for none, [batch, slots].
         protects: whether tokens may be protected.
+        specials: most of them that any row has.
         layers: what is stored of them in each layer that has been encoded.
         counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
     """
@@ -32,5 +33,6 @@ class Append:
     protected: Tensor
     chains: Tensor | None = None
     protects: bool = False
+    specials: int = 0
     layers: list[TurboCacheLayer] = field(default_factory=list)
     counters: Tensor | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -23,7 +24,7 @@ from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.growth import Growth, StepKind
-from esm_turbo.model.inputs import check_counts, check_inputs
+from esm_turbo.model.inputs import check_counts, check_inputs, check_new_tokens, most_specials
 from esm_turbo.model.plain import is_unhooked
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops.backends import KVBackend
@@ -156,6 +157,9 @@ class CachedModel(CacheMethods, FamilyEncoder):
     ) -> ModelOutput | tuple[Any, ...]:
         """Run the model as the library's class does, and optionally write or extend a cache.
 
+        Inputs may lie on the host, where their values are known for free. With a cache, masks and positions on a device
+        are waited for, and so are ids that are stored, if special tokens are protected. Ids there are not checked.
+
         Args:
             input_ids: token ids, int64 or int32 [batch, n].
             attention_mask: without a past [batch, n], padded on the right if a cache is written; with a past of P
@@ -171,9 +175,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
                 input; with one the new tokens are appended to the past.
             token_counts: number of tokens and of masks in the whole input that this one is a part of, int64 [batch]
                 each, for token dropout; by default counted from this input, or from past and input together.
-            append_mask: new tokens to append, bool [batch, n]; by default those that `attention_mask` shows. On a
-                device, a mask that leaves out tokens before others requires `position_ids`: finding the gap would
-                force a device sync.
+            append_mask: new tokens to append, bool [batch, n]; by default those that `attention_mask` shows.
             row_lengths: tokens per row (the sums of `attention_mask`), where the host knows them. Without gradients, a
                 past or `position_ids`, a float16 or bfloat16 model on CUDA then runs packed rows with fused kernels
                 (model/packed_encoder.py); in all other cases it has no effect.
@@ -194,13 +196,17 @@ class CachedModel(CacheMethods, FamilyEncoder):
         past = past_key_values
         if past is not None and not isinstance(past, TurboKVCache):
             raise ValueError(f"`past_key_values` must be a TurboKVCache, got {type(past).__name__}")
-        extends = past is not None and past.batch_size > 0
+        extends, skips, specials = past is not None and past.batch_size > 0, False, 0
         if (extends or use_cache) and torch.is_grad_enabled():
             raise ValueError("a cache cannot be used while gradients are recorded: use torch.no_grad()")
         if extends or use_cache:
             if input_ids is None or inputs_embeds is not None:
                 raise ValueError("a forward with a cache needs `input_ids`")
             check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size, extends=extends)
+            append_mask = append_mask if use_cache else None
+            skips = check_new_tokens(input_ids, attention_mask, append_mask)
+            if use_cache and (self.turbo_config if past is None else past.config).protect_special_tokens:
+                specials = most_specials(input_ids, append_mask, self.protected_ids)
         if token_counts is not None and input_ids is not None:
             check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:
@@ -209,16 +215,18 @@ class CachedModel(CacheMethods, FamilyEncoder):
         if options.get("output_hidden_states") is None:
             options["output_hidden_states"] = self.config.output_hidden_states
         inputs = ForwardInputs(
-            input_ids,
-            attention_mask,
-            position_ids,
+            self._here(input_ids),
+            self._here(attention_mask),
+            self._here(position_ids),
             inputs_embeds,
             context_index,
             bool(use_cache),
             token_counts,
-            append_mask,
+            self._here(append_mask),
             row_lengths,
-            chains,
+            self._here(chains),
+            skips,
+            specials,
             options,
         )
         cache = None
@@ -232,6 +240,13 @@ class CachedModel(CacheMethods, FamilyEncoder):
         output.past_key_values = cache if use_cache else None
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _here(self, x: Tensor | None) -> Tensor | None:
+        """An input that may lie on the host, on the model's device."""
+        device = self.device
+        if x is None or x.device.type != "cpu" or device.type in ("cpu", "meta"):
+            return x
+        return to_device(x, device)
 
     @property
     def calibration(self) -> Calibration | None:

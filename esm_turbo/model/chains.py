@@ -26,10 +26,10 @@ def mask_of_chains(sequence_id: Tensor, attention_mask: Tensor | None) -> Tensor
     """The mask of the real tokens of a context, int64 [batch, n]: padding is in no chain.
 
     Raises:
-        ValueError: `attention_mask` says otherwise (on the CPU only).
+        ValueError: `attention_mask` says otherwise.
     """
-    mask = (sequence_id >= 0).long()
-    if attention_mask is not None and mask.device.type == "cpu" and not torch.equal(mask, (attention_mask != 0).long()):
+    mask = (sequence_id.cpu() >= 0).long()
+    if attention_mask is not None and not torch.equal(mask, (attention_mask.cpu() != 0).long()):
         raise ValueError("`sequence_id` and `attention_mask` contradict each other: -1 is for padding, and only for it")
     return mask
 
@@ -51,36 +51,32 @@ def mask_of_extension(
         index: row of the cache that each row reads; None if they are the same, or one that all share.
 
     Returns:
-        The mask, int64 [batch, past + n], and the chains of the new tokens, [batch, n].
+        The mask, int64 [batch, past + n], and the chains of the new tokens, [batch, n]; on the CPU.
 
     Raises:
-        ValueError: a row's new tokens are of several chains, or the chains of the past are not those of the cache (on
-            the CPU only).
+        ValueError: a row's new tokens are of several chains, or the chains of the past are not those of the cache.
     """
-    past = cache.get_seq_length()
+    past, sequence_id = cache.get_seq_length(), sequence_id.cpu()
     new = sequence_id[:, -num_tokens:]
-    valid = of_rows(cache.valid()[:, :past], index)
+    valid = of_rows(cache.valid()[:, :past], index).cpu()
     stored = torch.zeros_like(valid, dtype=torch.int32)
     if cache.chains is not None:
-        stored = of_rows(cache.chains[:, :past], index)
+        stored = of_rows(cache.chains[:, :past], index).cpu()
     own, real = new[:, :1], new >= 0
-    if new.device.type == "cpu":
-        if bool((real & (new != own)).any()):
-            row = int((real & (new != own)).any(1).nonzero()[0])
-            found = sorted(set(new[row][real[row]].tolist()))
+    if bool((real & (new != own)).any()):
+        row = int((real & (new != own)).any(1).nonzero()[0])
+        found = sorted(set(new[row][real[row]].tolist()))
+        raise ValueError(f"`sequence_id` puts the new tokens of row {row} into chains {found}: extend one at a time")
+    if sequence_id.shape[1] > num_tokens:
+        differs = torch.where(valid, stored, -1) != sequence_id[:, :past]
+        if bool(differs.any()):
+            row, column = (int(index) for index in differs.nonzero()[0])
+            given = int(sequence_id[row, column])
+            there = int(torch.where(valid, stored, -1)[row % len(valid), column])
             raise ValueError(
-                f"`sequence_id` puts the new tokens of row {row} into chains {found}: extend one at a time"
+                f"`sequence_id` says chain {given} of token {column} in row {row}, the cache {there}: give it for"
+                " the new tokens alone"
             )
-        if sequence_id.shape[1] > num_tokens:
-            differs = torch.where(valid, stored, -1) != sequence_id[:, :past]
-            if bool(differs.any()):
-                row, column = (int(index) for index in differs.nonzero()[0])
-                given = int(sequence_id[row, column])
-                there = int(torch.where(valid, stored, -1)[row % len(valid), column])
-                raise ValueError(
-                    f"`sequence_id` says chain {given} of token {column} in row {row}, the cache {there}: give it for"
-                    " the new tokens alone"
-                )
     seen = valid & (stored == own)
     if attention_mask is not None:
         if attention_mask.shape[1] not in (num_tokens, past + num_tokens):
@@ -88,6 +84,7 @@ def mask_of_extension(
                 f"`attention_mask` has {attention_mask.shape[1]} columns; needed are {num_tokens}, of the new tokens,"
                 f" or {past + num_tokens}, with the past"
             )
+        attention_mask = attention_mask.cpu()
         if attention_mask.shape[1] > num_tokens:
             seen = seen & (attention_mask[:, :past] != 0)
         real = real & (attention_mask[:, -num_tokens:] != 0)

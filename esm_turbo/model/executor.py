@@ -14,7 +14,7 @@ from torch import Tensor
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
 from esm_turbo.files.identity import model_identity, seen_attention, seen_code
-from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.graphs import Caller, GraphPool
@@ -22,12 +22,10 @@ from esm_turbo.model.growth import Growth, StepKind, Store
 from esm_turbo.model.inputs import (
     check_not_all_masked,
     check_positions,
-    check_right_padded,
     contexts_of_rows,
     count_tokens,
     count_tokens_with_past,
     in_order,
-    positions_to_store,
     split_attention_mask,
     token_mask,
 )
@@ -108,14 +106,14 @@ class Executor:
     def _plan_prefill(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
         ids, attention_mask, positions = inputs.ids, inputs.attention_mask, inputs.position_ids
         mask = token_mask(ids, attention_mask)
-        keep, stored_positions = mask, positions
-        if inputs.append_mask is not None:
-            computed = torch.arange(mask.shape[1], device=mask.device) if positions is None else positions
-            keep = inputs.append_mask
-            stored_positions = positions_to_store(keep, mask, positions, computed.expand_as(ids))
+        keep, stored_positions = mask if inputs.append_mask is None else inputs.append_mask, positions
+        if inputs.skips and positions is None:
+            stored_positions = torch.arange(mask.shape[1], device=mask.device)
         plan = self._new_plan(inputs)
         plan.attention_mask, plan.positions, plan.cache = attention_mask, positions, cache
-        plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.protected_ids, inputs.chains)
+        plan.append = cache.plan_append(
+            ids, keep, stored_positions, self.encoder.protected_ids, inputs.chains, inputs.specials
+        )
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         if inputs.token_counts is not None:
             plan.embeddings = self._embed(ids, mask, inputs.token_counts, inputs.chains)
@@ -149,7 +147,8 @@ class Executor:
         plan = self._new_plan(inputs)
         if positions is None:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
-            check_positions(positions)
+            if positions.device.type == "cpu":
+                check_positions(positions)
         chains, plan.chains = plan.chains, None
         if (limits := self.encoder.exact_contexts) is not None:
             # A new sequence follows those of the context.
@@ -162,9 +161,11 @@ class Executor:
         embeddings = self._embed(ids, new_mask, counts, chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
-            stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
+            stored_positions = positions if inputs.skips else inputs.position_ids
             plan.cache = cache
-            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.protected_ids, chains)
+            plan.append = cache.plan_append(
+                ids, keep, stored_positions, self.encoder.protected_ids, chains, inputs.specials
+            )
         seen = None if attention_mask is None else new_mask
         visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
         positions = positions.expand(batch_size, n)
@@ -362,7 +363,7 @@ class Executor:
     def _extend_by_graph(self, inputs: ForwardInputs, cache: TurboKVCache) -> ModelOutput | None:
         """An extension by a captured graph; None where it has to run eagerly."""
         # A static cache is read where it lies, within a graph.
-        if not inputs.is_plain or inputs.use_cache or inputs.token_counts is not None:
+        if not inputs.is_plain or inputs.use_cache or inputs.token_counts is not None or not _fits_graphs(cache):
             return None
         if isinstance(cache, StaticKVCache):
             return None
@@ -386,6 +387,8 @@ class Executor:
             return None
         if inputs.position_ids is not None or inputs.append_mask is not None or not inputs.is_plain:
             return None
+        if inputs.specials > PROTECTED_SLOTS:
+            return None
         if not self.encoder.packs or self.encoder.dtype not in PACKED_DTYPES:
             return None
         if (addresses := self.addresses()) is None:
@@ -401,11 +404,14 @@ class Executor:
         return self.encoder.output(states, None)
 
     def fill(self, cache: TurboKVCache, inputs: ForwardInputs, packing: Packing) -> ModelOutput:
-        """Fill an empty cache of this model with packed rows; nothing is checked, and nothing waits for the device."""
+        """Fill an empty cache of this model with packed rows, of two special tokens at most.
+
+        Nothing is checked, and nothing waits for the device.
+        """
         mask = token_mask(inputs.ids, inputs.attention_mask)
         plan = self._new_plan(inputs)
         plan.cache, plan.packing = cache, packing
-        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.protected_ids)
+        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.protected_ids, specials=PROTECTED_SLOTS)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         plan.embeddings = self._embed(inputs.ids, mask, inputs.token_counts, None)
         return self.run(plan)
@@ -440,7 +446,8 @@ class Executor:
         self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
     ) -> Iterator[Growth | None]:
         """See `CachedModel.growing`."""
-        addresses = self.addresses() if is_unhooked(self.encoder) and cache.chains is None else None
+        fits = is_unhooked(self.encoder) and cache.chains is None and _fits_graphs(cache)
+        addresses = self.addresses() if fits else None
         if addresses is None:
             yield None
             return
@@ -459,11 +466,16 @@ class Executor:
             raise ValueError("the cache is empty: prefill a context first")
         if cache.config.codec == "exact":
             return cache
-        if cache.batch_size == 1 and cache.chains is None and (addresses := self.addresses()) is not None:
+        single = cache.batch_size == 1 and cache.chains is None and _fits_graphs(cache)
+        if single and (addresses := self.addresses()) is not None:
             made = self.graphs.decode(Caller(self, addresses), cache)
             if made is not None:
                 return made
         return self.kv.decode(cache)
+
+
+def _fits_graphs(cache: TurboKVCache) -> bool:
+    return cache.protected_columns.shape[1] <= PROTECTED_SLOTS
 
 
 def _checked(inputs: ForwardInputs, cache: TurboKVCache) -> ForwardInputs:
@@ -472,10 +484,8 @@ def _checked(inputs: ForwardInputs, cache: TurboKVCache) -> ForwardInputs:
     Raises:
         ValueError: they contradict the cache.
     """
-    ids, mask = inputs.ids, inputs.attention_mask
+    ids = inputs.ids
     if not cache.batch_size:
-        if mask is not None:
-            check_right_padded(mask != 0)
         return inputs
     index = contexts_of_rows(cache, inputs.context_index, len(ids))
     if inputs.use_cache and inputs.context_index is not None:

@@ -17,7 +17,7 @@ from esm_turbo.model.pooled import PooledContexts
 def check_inputs(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int, *, extends: bool
 ) -> None:
-    """Check shapes and dtypes; values only on the CPU, because elsewhere that would wait for the device.
+    """Check shapes, dtypes and values. Masks and positions on a device are waited for; ids there are not looked at.
 
     The mask of a forward that extends contexts may have more columns, see `split_attention_mask`.
 
@@ -39,25 +39,80 @@ def check_inputs(
         raise ValueError(f"`position_ids` must be [batch, {n}] or [1, {n}], got {list(position_ids.shape)}")
     if position_ids is not None and (position_ids.is_floating_point() or position_ids.dtype == torch.bool):
         raise ValueError(f"`position_ids` must be integers, got {position_ids.dtype}")
-    if input_ids.device.type == "cpu":
-        if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
-            raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
-        if position_ids is not None:
-            check_positions(position_ids)
-        if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError("`attention_mask` must hold zeros and ones")
+    if input_ids.device.type == "cpu" and bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
+        raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
+    if position_ids is not None and (positions := on_host(position_ids)) is not None:
+        check_positions(positions)
+    mask = None if attention_mask is None else on_host(attention_mask)
+    if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("`attention_mask` must hold zeros and ones")
+
+
+def on_host(x: Tensor) -> Tensor | None:
+    """An input on the CPU; None of one on a device that cannot be waited for, as the caller captures a graph."""
+    return None if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing() else x.cpu()
 
 
 def check_positions(position_ids: Tensor) -> None:
-    """Check that positions can be stored (on the CPU only).
+    """Check that positions, on the CPU, can be stored.
 
     Raises:
         ValueError: a position is negative, or does not fit into int32.
     """
-    if position_ids.device.type == "cpu":
-        outside = position_ids[(position_ids < 0) | (position_ids > MAX_POSITION)]
-        if outside.numel():
-            raise ValueError(f"`position_ids` must lie in 0 to {MAX_POSITION}, got {int(outside[0])}")
+    outside = position_ids[(position_ids < 0) | (position_ids > MAX_POSITION)]
+    if outside.numel():
+        raise ValueError(f"`position_ids` must lie in 0 to {MAX_POSITION}, got {int(outside[0])}")
+
+
+def most_specials(input_ids: Tensor, append_mask: Tensor | None, special_ids: Sequence[int]) -> int:
+    """The most special tokens that any row stores, at most; a device is waited for.
+
+    Args:
+        input_ids: [batch, n].
+        append_mask: tokens to store, bool [batch, n], which were checked; None for all.
+        special_ids: ids of special tokens.
+    """
+    if not special_ids:
+        return 0
+    special = torch.isin(input_ids.cpu(), torch.tensor(special_ids))
+    if append_mask is not None:
+        special &= append_mask.cpu()
+    return int(special.sum(1).max())
+
+
+def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_mask: Tensor | None) -> bool:
+    """Check which tokens are real, and which of them a cache is to store; a device is waited for.
+
+    Args:
+        input_ids: [batch, n].
+        attention_mask: as of `check_inputs`; columns before the last n are of a past.
+        append_mask: tokens to store; None for all real ones.
+
+    Returns:
+        Whether a token is left out before one that is stored, which stays at the position where it was computed.
+
+    Raises:
+        ValueError: the mask is not padded on the right, or `append_mask` has another shape or dtype, or keeps padding.
+    """
+    if attention_mask is None and append_mask is None:
+        return False
+    shape = input_ids.shape
+    mask = torch.ones(shape) if attention_mask is None else on_host(attention_mask)
+    if mask is None:
+        return append_mask is not None
+    mask = mask[:, -shape[1] :] != 0
+    if bool((gaps := has_gaps(mask)).any()):
+        row = int(gaps.nonzero()[0])
+        raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")
+    if append_mask is None:
+        return False
+    if append_mask.shape != shape or append_mask.dtype != torch.bool:
+        raise ValueError(f"`append_mask` must be bool {list(shape)}, got {append_mask.dtype} {list(append_mask.shape)}")
+    if (keep := on_host(append_mask)) is None:
+        return True
+    if mask.shape == shape and bool((keep & ~mask).any()):
+        raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
+    return bool(has_gaps(keep).any() | ~keep[:, 0].all())
 
 
 def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, contexts: int) -> RowIndex:
@@ -146,7 +201,7 @@ def count_tokens_with_past(
 
 
 def check_counts(counts: tuple[Tensor, Tensor], batch_size: int) -> None:
-    """Check the counts of a larger input; their values on the CPU only.
+    """Check the counts of a larger input; a device is waited for.
 
     Raises:
         ValueError: they are not integers [batch], or there are fewer tokens than masks, or negative numbers.
@@ -155,8 +210,8 @@ def check_counts(counts: tuple[Tensor, Tensor], batch_size: int) -> None:
         if count.shape != (batch_size,) or count.is_floating_point() or count.dtype == torch.bool:
             found = f"{count.dtype} {list(count.shape)}"
             raise ValueError(f"`token_counts` must be two tensors of integers [batch] = [{batch_size}], got {found}")
-    tokens, masks = counts
-    if tokens.device.type == masks.device.type == "cpu" and bool(((masks < 0) | (tokens < masks)).any()):
+    tokens, masks = (count.cpu() for count in counts)
+    if bool(((masks < 0) | (tokens < masks)).any()):
         raise ValueError(
             f"`token_counts` must be tokens, and masks among them, got {tokens.tolist()}, {masks.tolist()}"
         )
@@ -190,8 +245,7 @@ def split_attention_mask(
         [batch, n].
 
     Raises:
-        ValueError: the mask has another shape, shows tokens that the cache does not hold, or is not padded on the
-            right.
+        ValueError: the mask has another shape, or (on the CPU only) shows tokens that the cache does not hold.
     """
     batch_size, n = input_ids.shape
     past = cache.get_seq_length() if attention_mask is not None and attention_mask.shape[1] != n else 0
@@ -216,9 +270,7 @@ def split_attention_mask(
         if spare:
             past_mask = torch.cat([past_mask, past_mask.new_zeros(batch_size, spare)], dim=1)
         attention_mask = attention_mask[:, past:]
-    new_mask = token_mask(input_ids, attention_mask)
-    check_right_padded(new_mask)
-    return past_mask, new_mask
+    return past_mask, token_mask(input_ids, attention_mask)
 
 
 def in_order(output: ModelOutput, order: Tensor) -> ModelOutput:
@@ -231,41 +283,6 @@ def in_order(output: ModelOutput, order: Tensor) -> ModelOutput:
     return output
 
 
-def positions_to_store(keep: Tensor, mask: Tensor, given: Tensor | None, computed: Tensor) -> Tensor | None:
-    """Positions at which the cache stores appended tokens.
-
-    Args:
-        keep: tokens to append, bool [batch, n].
-        mask: real tokens, bool [batch, n].
-        given: `position_ids` of the call, [batch, n] or [1, n]; None for each row's next ones.
-        computed: positions at which the tokens are computed, [batch, n].
-
-    Returns:
-        `given`, or `computed` where a token is left out before one that is kept: the latter stays where it was
-        computed. The check for such gaps runs on the CPU only.
-
-    Raises:
-        ValueError: `keep` has another shape or dtype, or keeps padding.
-    """
-    if keep.shape != mask.shape or keep.dtype != torch.bool:
-        raise ValueError(f"`append_mask` must be bool {list(mask.shape)}, got {keep.dtype} {list(keep.shape)}")
-    if keep.device.type == "cpu" and bool((keep & ~mask).any()):
-        raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
-    skips = keep.device.type == "cpu" and bool(has_gaps(keep).any() | ~keep[:, 0].all())
-    return computed if skips else given
-
-
 def has_gaps(mask: Tensor) -> Tensor:
     """Which rows of a mask, bool [batch, n], are padded on the left or have holes, bool [batch]."""
     return (mask[:, 1:] & ~mask[:, :-1]).any(1)
-
-
-def check_right_padded(mask: Tensor) -> None:
-    """Check that a mask, bool [batch, n], is padded on the right alone (on the CPU only).
-
-    Raises:
-        ValueError: it is not.
-    """
-    if mask.device.type == "cpu" and bool((gaps := has_gaps(mask)).any()):
-        row = int(gaps.nonzero()[0])
-        raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")

@@ -60,6 +60,8 @@ class ForwardInputs:
     """The arguments of `CachedModel.forward`, where they are explained.
 
     Attributes:
+        skips: whether `append_mask` leaves out a token before one that is stored.
+        specials: most tokens that any row stores that are to be protected.
         options: the library's further arguments.
     """
 
@@ -73,6 +75,8 @@ class ForwardInputs:
     append_mask: Tensor | None = None
     row_lengths: Sequence[int] | None = None
     chains: Tensor | None = None
+    skips: bool = False
+    specials: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of
-from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.ops.copies import ByteRows, copy_rows
-
-# A protein has one <cls> and at most one <eos>.
-PROTECTED_SLOTS = 2
 
 
 class StaticKVCache(TurboKVCache):
@@ -95,7 +92,7 @@ class StaticKVCache(TurboKVCache):
     def plan_append(self, *args: Any, **kwargs: Any) -> Append:
         raise ValueError("nothing can be appended to a static cache")
 
-    def _changed(self, at_most: int | None = None) -> None:
+    def _changed(self, at_most: int | None = None, slots: int | None = None) -> None:
         """Keeps all columns and slots."""
 
 

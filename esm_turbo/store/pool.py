@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from esm_turbo.kv.tensors import OWN_TENSORS, Axis, axis_of, dim_of
+from esm_turbo.kv_cache import PROTECTED_SLOTS
 from esm_turbo.model.graphs import rounded_up
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.pooled import PooledContexts
-from esm_turbo.model.static_cache import PROTECTED_SLOTS, StaticKVCache
+from esm_turbo.model.static_cache import StaticKVCache
 from esm_turbo.ops.copies import ByteRows, copy_rows
 from esm_turbo.store.flat import ContextSpec, FlatContext, Part, layout, total_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ from tests.helpers.models import CLS, MASK, random_ids
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 
 
-@pytest.fixture(scope="module")
-def plain(tiny_model: MakeModel) -> TurboEsmForMaskedLM:
-    return tiny_model()
+# Ids on a device are not waited for.
+NAN_ON_A_DEVICE = {"an empty row", "only masks", "only masks and padding", "only masks, nothing else seen"}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def plain(tiny_model: MakeModel, request: pytest.FixtureRequest) -> TurboEsmForMaskedLM:
+    return tiny_model().to(request.param)
 
 
 @pytest.fixture
@@ -24,9 +29,16 @@ def cache(plain: TurboEsmForMaskedLM) -> TurboKVCache:
         return plain(*random_ids([9, 5]), use_cache=True).past_key_values
 
 
-def refuses(message: str, call: Callable[..., object], *args: object, **options: object) -> None:
+def refuses(message: str, call: Any, *args: object, **options: object) -> None:
+    """Ids lie on the host, where they are checked, and everything else on the model's device."""
+    options |= {k: x.to(call.device) for k, x in options.items() if isinstance(x, torch.Tensor) and k != "input_ids"}
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         call(*args, **options)
+
+
+@torch.no_grad()
+def gives_nan(model: TurboEsmForMaskedLM, **options: Any) -> bool:
+    return bool(model(**options).logits.isnan().any())
 
 
 IDS = torch.tensor([[CLS, 5, 6, 7], [CLS, 8, 9, 10]])
@@ -66,6 +78,9 @@ PREFILLS = {
 @pytest.mark.parametrize("case", PREFILLS)
 def test_a_prefill_refuses(plain: TurboEsmForMaskedLM, case: str) -> None:
     options, message = PREFILLS[case]
+    if plain.device.type == "cuda" and case in NAN_ON_A_DEVICE:
+        assert gives_nan(plain, **({"input_ids": IDS, "use_cache": True} | options))
+        return
     refuses(message, plain, **({"input_ids": IDS, "use_cache": True} | options))
     refuses(message, plain.esm, **({"input_ids": IDS, "use_cache": True} | options))
 
@@ -79,10 +94,6 @@ EXTENSIONS = {
     "mask of another batch": ({"attention_mask": torch.ones(1, 12)}, "`attention_mask` must be"),
     "mask of one dimension": ({"attention_mask": torch.ones(12)}, "`attention_mask` must have two dimensions"),
     "mask of other numbers": ({"attention_mask": torch.full((2, 12), 2)}, "zeros and ones"),
-    "a mask that shows what is not there": (
-        {"attention_mask": torch.ones(2, 12, dtype=torch.int64)},
-        "shows past tokens that row 1 does not hold: it has 5",
-    ),
     "left padding": ({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, "row 1 is padded on the left"),
     "a hole": ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "row 0 is padded on the left or has holes"),
     "a hole in the longer mask": (
@@ -130,9 +141,23 @@ EXTENSIONS = {
 def test_an_extension_refuses(plain: TurboEsmForMaskedLM, cache: TurboKVCache, case: str) -> None:
     options, message = EXTENSIONS[case]
     before = cache.nbytes
+    if plain.device.type == "cuda" and case in NAN_ON_A_DEVICE:
+        assert gives_nan(plain, **({"input_ids": NEW, "past_key_values": cache} | options))
+        return
     refuses(message, plain, **({"input_ids": NEW, "past_key_values": cache} | options))
     refuses(message, plain.esm, **({"input_ids": NEW, "past_key_values": cache} | options))
     assert (cache.nbytes, cache.lengths.tolist()) == (before, [9, 5])
+
+
+def test_a_mask_that_shows_what_is_not_there(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
+    """On a device it shows nothing there: lengths are not waited for."""
+    shown = torch.ones(2, 12, dtype=torch.int64)
+    if plain.device.type == "cpu":
+        refuses("shows past tokens that row 1 does not hold: it has 5", plain, NEW, shown, past_key_values=cache)
+    else:
+        with torch.no_grad():
+            found = [plain(NEW, mask, past_key_values=cache).logits for mask in (shown, None)]
+        assert (found[0] - found[1]).abs().max() <= 2e-5
 
 
 INDEXES = {
@@ -161,9 +186,10 @@ def test_what_cannot_be_done_with_contexts_that_rows_name(plain: TurboEsmForMask
     refuses(message, plain, NEW, past_key_values=cache, context_index=[0, 1], use_cache=True)
     assert cache.lengths.tolist() == [9, 5]
     refuses("`context_index` needs `past_key_values`", plain, NEW, context_index=[0, 1])
-    shown = torch.ones(2, 12, dtype=torch.int64)
-    refuses("shows past tokens that row 0 does not hold: it has 5", plain, NEW, shown, past_key_values=cache,
-            context_index=[1, 0])  # fmt: skip
+    if plain.device.type == "cpu":
+        shown = torch.ones(2, 12, dtype=torch.int64)
+        refuses("shows past tokens that row 0 does not hold: it has 5", plain, NEW, shown, past_key_values=cache,
+                context_index=[1, 0])  # fmt: skip
     refuses("the cache has 2 rows, the extension 3; only 1 row is", plain, NEW[[0, 1, 1]], past_key_values=cache)
 
 

@@ -36,10 +36,15 @@ def exact() -> TurboEsm:
     return TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def exact_on_device(request: pytest.FixtureRequest) -> TurboEsm:
+    return TurboEsm.from_pretrained(preset="exact", calibration=False, device=request.param, dtype="float32")
+
+
 def assert_equal(ours: Tensor, independent: Tensor) -> None:
     """Float32 against float64: to rounding, absolute below 1 and relative above."""
     assert ours.shape == independent.shape
-    error = (ours.double() - independent).abs() / independent.abs().clamp_min(1)
+    error = (ours.cpu().double() - independent).abs() / independent.abs().clamp_min(1)
     assert error.max() <= ROUNDING
 
 
@@ -128,10 +133,11 @@ CASES: dict[str, tuple[list[list[int]], list[Step]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_extensions_are_the_frozen_computation(exact: TurboEsm, frozen: FrozenEsm2, case: str) -> None:
+def test_extensions_are_the_frozen_computation(exact_on_device: TurboEsm, frozen: FrozenEsm2, case: str) -> None:
     """Step by step, each row as if it were alone; what is not appended leaves the cache as it is."""
     contexts, steps = CASES[case]
-    ids, mask = exact.codes.batch(contexts)
+    exact, device = exact_on_device, exact_on_device.model.device
+    ids, mask = (x.to(device) for x in exact.codes.batch(contexts))
     prefilled = exact.model(ids, mask, use_cache=True, output_hidden_states=True)
     cache, rows = prefilled.past_key_values, []
     for index, context in enumerate(contexts):
@@ -142,19 +148,19 @@ def test_extensions_are_the_frozen_computation(exact: TurboEsm, frozen: FrozenEs
         new_ids, given = exact.codes.batch(step.new)
         keep = torch.zeros_like(given, dtype=torch.bool)
         if step.hidden is not None:
-            past = cache.valid().long().repeat(len(step.new) // len(rows), 1)
+            past = cache.valid().long().cpu().repeat(len(step.new) // len(rows), 1)
             for index, columns in enumerate(step.hidden):
                 past[index, list(columns)] = 0
             given = torch.cat([past, given], dim=1)
         for index, kept in enumerate(step.keep or ()):
             keep[index, kept] = True
         output = exact.model(
-            new_ids,
-            given,
-            None if step.positions is None else torch.tensor(step.positions),
+            new_ids.to(device),
+            given.to(device),
+            None if step.positions is None else torch.tensor(step.positions, device=device),
             past_key_values=cache,
             use_cache=step.keep is not None,
-            append_mask=None if step.keep is None else keep,
+            append_mask=None if step.keep is None else keep.to(device),
             output_hidden_states=True,
         )
         assert output.past_key_values is (None if step.keep is None else cache)
@@ -170,7 +176,7 @@ def test_extensions_are_the_frozen_computation(exact: TurboEsm, frozen: FrozenEs
             )
             for mine, theirs in zip(output.hidden_states[:-1], expected.hidden_states[:-1], strict=True):
                 # Before the final norm a few components are twenty times larger than the rest.
-                assert (mine[index, : len(new)] - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
+                assert (mine[index, : len(new)].cpu() - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
             assert_equal(output.hidden_states[-1][index, : len(new)], expected.hidden_states[-1])
             assert_equal(output.logits[index, : len(new)], expected.logits)
             if step.keep is not None:

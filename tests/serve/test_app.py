@@ -606,7 +606,7 @@ def test_a_batch_that_does_not_end_is_told(turbo, tmp_path, monkeypatch):
 
 
 def test_a_request_that_waits_too_long_is_given_up(turbo, tmp_path, monkeypatch):
-    with running(turbo, tmp_path / "store", Limits(seconds=0.5)) as client:
+    with running(turbo, tmp_path / "store", Limits(seconds=3)) as client:
         key, gate, results = client.add(TARGET), Gate(monkeypatch), []
         first = score_in_thread(client, key, results)
         assert gate.reached.wait(30)

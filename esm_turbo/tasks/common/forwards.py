@@ -210,8 +210,8 @@ def prefill_rows(turbo: ContextModel, rows: Sequence[TokenIds], config: TurboCon
     cache: TurboKVCache = esm.kv.cache_within_call(config)
     more = cache_bytes(esm, max(lengths) * len(rows), config)
     check_memory(esm, max(lengths), rows=len(rows), more=more)
-    input_ids, mask = (to_device(x, esm.device) for x in turbo.codes.batch(rows))
-    places = None if positions is None else to_device(turbo.codes.batch(positions)[0], esm.device)
+    input_ids, mask = turbo.codes.batch(rows)
+    places = None if positions is None else turbo.codes.batch(positions)[0]
     esm(input_ids, mask if len(rows) > 1 else None, places, past_key_values=cache, use_cache=True, row_lengths=lengths)
     return cache
 
@@ -249,12 +249,10 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
         ValueError: the model has code that would be left out, see `check_unhooked`.
     """
     check_unhooked(turbo.model)
-    device = turbo.model.device
-    options = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in options.items()}
     if not options:
         # Without a cache and padding, the encoder may run the rows packed.
         options = {"row_lengths": [input_ids.shape[1]] * len(input_ids)}
-    states = turbo.model.base_model(to_device(input_ids, device), **options).last_hidden_state
+    states = turbo.model.base_model(input_ids, **options).last_hidden_state
     rows = torch.arange(len(at), device=states.device).view(-1, *[1] * (at.dim() - 1))
     # The language model head runs on the selected tokens only.
     logits = turbo.model.lm_head(states[rows, to_device(at, states.device)])

@@ -88,9 +88,7 @@ def freeze_query(turbo: ContextModel, cache: TurboKVCache, ids: TokenIds) -> tup
     """
     cache, frozen = cache.select(0), FrozenQuery()
     encoder = turbo.model.base_model
-    encoder(
-        torch.tensor([list(ids)], device=encoder.device), past_key_values=cache, use_cache=True, frozen_query=frozen
-    )
+    encoder(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True, frozen_query=frozen)
     return cache, frozen
 
 

@@ -149,7 +149,7 @@ def _embed_batch(
         parts = embed_in_windows(turbo, rows[index][1:-1], request.windows, request.layers, request.include)
         return lambda: [(index, ProteinEmbedding(**parts, contacts=None, cache=None))]
     device = turbo.model.device
-    input_ids, attention_mask = (to_device(x, device) for x in turbo.codes.batch([rows[index] for index in batch]))
+    input_ids, attention_mask = turbo.codes.batch([rows[index] for index in batch])
     contacts = caches = copied = None
     # First, while the memory that was found free is still free.
     if "cache" in request.include:
@@ -169,7 +169,8 @@ def _embed_batch(
             if "bos" in request.include:
                 found.setdefault(BOS, {})[layer] = to_host(states[:, 0].float())
     if "contacts" in request.include:
-        contacts = to_host(turbo.model.base_model.predict_contacts(input_ids, attention_mask))
+        tokens_and_mask = (to_device(x, device) for x in (input_ids, attention_mask))
+        contacts = to_host(turbo.model.base_model.predict_contacts(*tokens_and_mask))
     if device.type == "cuda":
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(device))

@@ -134,7 +134,7 @@ def iter_windows(
     codes, encoder, last = turbo.codes, turbo.model.base_model, turbo.model.config.num_hidden_layers
     ids = torch.from_numpy(np.array(residues, dtype=np.int64)).to(turbo.model.device)
     # Token dropout is that of the whole protein.
-    counts = torch.tensor([len(residues) + 2], device=ids.device), (ids == codes.mask).sum()[None]
+    counts = torch.tensor([len(residues) + 2]), torch.tensor([list(residues).count(codes.mask)])
     cache: TurboKVCache | None = encoder.kv.cache_within_call(encoder.turbo_config) if windows.memory else None
     spans, kept = windows.spans(len(residues)), windows.kept(len(residues))
     for (start, end), following, (first, stop) in zip(spans, [*spans[1:], None], kept, strict=True):

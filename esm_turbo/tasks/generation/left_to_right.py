@@ -188,14 +188,13 @@ class LeftToRight:
         input_ids, mask = codes.batch(new)
         counts = mask.sum(1)
         steps = torch.arange(input_ids.shape[1])
-        device = self.turbo.model.device
         output = self.turbo.model(
-            input_ids.to(device),
-            mask.to(device),
+            input_ids,
+            mask,
             self._position_ids(new),
             past_key_values=self.cache,
             use_cache=True,
-            append_mask=(steps < (counts - masks)[:, None]).to(device),
+            append_mask=steps < (counts - masks)[:, None],
         )
         self.cached = [len(ids) for ids in self.token_ids]
         # A prefill caches the masks too; and on a device the cache keeps only an upper bound of its rows' lengths.
@@ -222,7 +221,7 @@ class LeftToRight:
             [*positions[begin:], after][: len(ids)]
             for ids, positions, begin, after in zip(new, self.positions, self.cached, self.next_positions, strict=True)
         ]
-        return self.turbo.codes.batch(rows)[0].to(self.turbo.model.device)
+        return self.turbo.codes.batch(rows)[0]
 
     def _crop(self) -> None:
         if len(set(self.cached)) > 1:

@@ -99,7 +99,7 @@ class MaskedBatch:
         rows = self.rows[:1] if identical else self.rows
         before, model = self.turbo.codes.before[:-1], self.turbo.model
         rows = [[*before, *row] for row in rows]
-        ids, mask = (x.to(model.device) for x in self.turbo.codes.batch(rows))
+        ids, mask = self.turbo.codes.batch(rows)
         self.ran = ids.numel() * max(1, len(self.contexts))
         logits: Tensor
         if self.contexts:
@@ -120,9 +120,7 @@ class MaskedBatch:
             [[row[column] for column in columns] for row, columns in zip(self.rows, self.running, strict=True)]
         )
         self.ran = ids.numel()
-        logits: Tensor = self.turbo.model(
-            ids.to(self.turbo.model.device), *self._seen_and_positions, past_key_values=self.cache
-        ).logits
+        logits: Tensor = self.turbo.model(ids, *self._seen_and_positions, past_key_values=self.cache).logits
         return logits
 
     @functools.cached_property
@@ -133,8 +131,7 @@ class MaskedBatch:
         for row, columns in enumerate(self.running):
             visible[row, : len(self.rows[row])] = 1
             visible[row, columns] = 0
-        device = self.turbo.model.device
-        return torch.cat([visible, mask], dim=1).to(device), position_ids.to(device)
+        return torch.cat([visible, mask], dim=1), position_ids
 
     @functools.cached_property
     def _chosen_of_running(self) -> list[list[int]]:
