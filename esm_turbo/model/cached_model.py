@@ -243,10 +243,10 @@ class CachedModel(CacheMethods, FamilyEncoder):
 
     def _here(self, x: Tensor | None) -> Tensor | None:
         """An input that may lie on the host, on the model's device."""
-        device = self.device
-        if x is None or x.device.type != "cpu" or device.type in ("cpu", "meta"):
+        if x is None or x.device.type != "cpu":
             return x
-        return to_device(x, device)
+        device = self.device
+        return x if device.type == "meta" else to_device(x, device)
 
     @property
     def calibration(self) -> Calibration | None:
