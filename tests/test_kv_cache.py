@@ -423,6 +423,25 @@ def test_storage_does_not_grow_if_lengths_are_unknown(tiny_model: MakeModel) -> 
     assert unknown.columns == 1
 
 
+@pytest.mark.gpu
+def test_special_tokens_and_empty_rows_on_a_device(tiny_model: MakeModel) -> None:
+    model = tiny_model(preset=CACHE_CONFIGS["protected"]).to("cuda")
+    cache = prefill(model, [9, 4], eos=True)
+    for step in range(3):
+        append(model, cache, [3, 2], seed=step, eos=True)
+    for row in range(2):
+        stored = {name: x.cpu() for name, x in row_bytes(cache, row).items()}
+        special = torch.isin(stored["token_ids"], torch.tensor([CLS, EOS])).nonzero()[:, 0].tolist()
+        assert sorted(stored["protected_columns"].tolist()) == special and len(special) == 5
+    for emptied in (cache.select([0, 1, 1]), cache):
+        emptied.crop(0)
+        emptied = emptied.select([1, 0])
+        assert torch.isfinite(probe(model, emptied)).all()
+        append(model, emptied, [5, 7], seed=4)
+        fresh = prefill(model, [5, 7], seed=4, cls=False)
+        assert (probe(model, emptied) - probe(model, fresh)).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_rows_are_selected_by_integers_of_any_dtype(model: TurboEsmForMaskedLM, dtype: torch.dtype) -> None:
     cache, rows = prefill(model, [9, 4, 13], eos=True), torch.tensor([1, 1, 0], dtype=dtype)
