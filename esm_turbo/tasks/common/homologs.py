@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,7 +140,7 @@ def query_contexts(turbo: ContextModel, context: Contexts | None, arm: Arm) -> l
 
 
 def _stored_homologs(turbo: ContextModel, cache: TurboKVCache) -> list[QueryContext]:
-    """The contexts in a cache, one in each row.
+    """The contexts in a cache, one in each row, as they are now: the caller may go on to use the cache.
 
     Raises:
         ValueError: it is another model's, has no rows, or one does not hold whole homologs.
@@ -150,7 +151,7 @@ def _stored_homologs(turbo: ContextModel, cache: TurboKVCache) -> list[QueryCont
         raise ValueError("the cache is empty: prefill a context first")
     for row in range(cache.batch_size):
         ids = stored_ids(turbo.codes, cache, row)
-        own = cache.select(row) if cache.batch_size > 1 else cache
+        own = cache.select(row) if cache.batch_size > 1 else copy.copy(cache)
         contexts.append(QueryContext(tuple(ids), own, f"row {row} of the cache"))
     return contexts
 

@@ -167,7 +167,7 @@ def _waves(turbo: ContextModel, runs: Iterable[RowRun[ResultT]]) -> Iterator[_Wa
         for rows in items:
             item = _Item(rows)
             for number, group in enumerate(() if isinstance(rows, Exception) else rows.groups):
-                context = tuple(group.context)
+                context = group.key
                 # Whole proteins take as much.
                 more = 0 if context in held else len(context) or group.width
                 if wave.jobs and tokens + more > limit:

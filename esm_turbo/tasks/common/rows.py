@@ -66,6 +66,11 @@ class RowGroup(ABC):
         """What is kept of the log-probabilities of these rows, float32 [n, vocab_size], or [n, k, vocab_size]."""
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """Tells its context from others: its token ids, and which cache where that was given."""
+        return (*self.context, *(() if self.cache is None else (id(self.cache),)))
+
+    @property
     def predictions(self) -> int:
         """Number of predicted tokens, one in each row unless rows have several."""
         return self.count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -176,6 +177,8 @@ def score(
     own = as_list(candidates, "candidate")
     check_candidates(turbo.codes, own, task.unknown_residues)
     if isinstance(context, TurboKVCache):
+        # As it is now: `progress` may change the caller's.
+        context = copy.copy(context)
         ids = cached_target(turbo.codes, context)
         pair = TargetPairs(turbo.codes.decode(token for token in ids if token != turbo.codes.cls), own, context)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
@@ -213,7 +214,7 @@ def score_variants(
     if isinstance(wild_type, TurboKVCache):
         around = {turbo.codes.cls, turbo.codes.eos}
         sequence = turbo.codes.decode(token for token in stored_protein(turbo, wild_type) if token not in around)
-        item = WildType(sequence, position, names, context, wild_type)
+        item = WildType(sequence, position, names, context, copy.copy(wild_type))
     else:
         [sequence] = as_list([wild_type], "wild_type")
         item = WildType(sequence, position, names, context)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, embed_records
+from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, TurboKVCache, embed_records
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -73,6 +73,23 @@ def test_no_call_mixes_results_of_two_models(
 
     with pytest.raises(ValueError, match="the model has changed during the call"):
         call(changing, progress)
+
+
+@pytest.mark.parametrize("change", [lambda cache: cache.crop(3), lambda cache: cache.reset()])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda turbo, cache, told: turbo.score(cache, CANDIDATES, refresh=0, toks_per_batch=20, progress=told),
+        lambda turbo, cache, told: turbo.score_variants(cache, VARIANTS[0], toks_per_batch=20, progress=told),
+    ],
+)
+def test_a_cache_that_changes_during_a_call_is_read_as_it_was(
+    turbo: TurboEsm, call: Callable[..., Any], change: Callable[[TurboKVCache], None]
+) -> None:
+    cache = turbo.prefill(PROTEINS[0])
+    expected = call(turbo, cache, None).scores
+    assert call(turbo, cache, lambda *_: change(cache)).scores == expected
+    assert int(cache.lengths.sum()) < 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esm_turbo import EmbeddingRequest, TurboEsm
-from esm_turbo.tasks.embedding.embed import embedding_settings
+from esm_turbo.tasks.embedding.embed import embedding_settings, iter_embeddings
 from tests.helpers.models import E1_MINI
 
 CONTEXT = "MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE"
@@ -53,6 +53,18 @@ def test_results_belong_to_their_context(e1: TurboEsm) -> None:
     ]
     assert settings_of[1] == settings_of[2]
     assert settings_of[0] != settings_of[1] != settings_of[3] != settings_of[0]
+
+
+def test_a_context_is_read_as_it_was_when_the_request_was_made(e1: TurboEsm) -> None:
+    proteins, cache = ["MKTAY", "GSWKD"], e1.prefill("MKTAYIAK")
+    expected = [one.mean_representations[3] for one in e1.embed(proteins, (3,), "mean", context=cache)]
+    request = EmbeddingRequest.of(e1, (3,), ["mean"], context=cache)
+    found = {}
+    for batch in iter_embeddings(e1, proteins, request, 1):
+        found.update(batch)
+        e1.extend(cache, "GSWKDLAEPL", append=True)
+    for number, mean in enumerate(expected):
+        torch.testing.assert_close(found[number].mean_representations[3], mean, rtol=0, atol=1e-5)
 
 
 def test_results_belong_to_the_calibration_that_their_context_is_stored_by() -> None:

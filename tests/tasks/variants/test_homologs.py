@@ -131,6 +131,19 @@ def test_a_cache_of_contexts_and_a_store(e1: TurboEsm, tmp_path: Path) -> None:
         assert store.info()["contexts"] == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"freeze_query": True}])
+def test_contexts_of_the_same_tokens_are_told_apart(e1: TurboEsm, options: dict[str, Any]) -> None:
+    """Two caches of the same homolog, read after another one that has been dropped."""
+    caches = [e1.prefill(f"{first},{CONTEXTS[0]}") for first in ("MKTAY", "GSWKD")]
+    for cache in caches:
+        cache.drop_front(len(e1.codes.whole([0] * 5)))
+    both = TurboKVCache.cat(caches)
+    each = [e1.score_variants(WILD_TYPE, VARIANTS, context=one, **options).values for one in caches]
+    assert not np.allclose(*each, atol=1e-3)
+    found = e1.score_variants(WILD_TYPE, VARIANTS, context=both, **options)
+    assert_close(found.values, np.mean(each, axis=0).tolist())
+
+
 def test_contexts_that_differ_in_what_is_left_out_are_told_apart(e1: TurboEsm) -> None:
     contexts = ["MVSTXXPELKK", "MVSTPELKK"]
     each = [e1.score_variants(WILD_TYPE, ["M1A", "V2L"], context=one, arm="full").values for one in contexts]
