@@ -522,11 +522,6 @@ class TurboKVCache(CacheStorage):
 
         return self.described("cutters", [tensor for _, tensor in named], make)
 
-    @property
-    def is_coarse(self) -> bool:
-        """True if `drop_refinements` has dropped planes of the codes."""
-        return not self._refinements() <= dict(self.named_tensors()).keys()
-
     def _refinements(self) -> set[str]:
         """Names of the planes that `drop_refinements` drops, among those of `named_tensors`."""
         assert self.codec is not None

@@ -89,7 +89,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     """Everything that determines the values of embeddings up to rounding, as JSON values.
 
     Raises:
-        ValueError: the model cannot be identified, see `ModelIdentity.check_lasting`.
+        ValueError: the model cannot be identified, see `ModelIdentity.check_lasting`, or the context is in a pool.
     """
     settings: dict[str, Any] = {
         "model": turbo.name,
@@ -106,8 +106,9 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
         settings["context"] = {"ids": ids, "preset": codec.config.to_dict()}
         if codec.state:
             settings["context"]["codec"] = tensors_digest(sorted(codec.state.items()))
-        if cache is not None and cache.is_coarse:
-            settings["context"]["refinements"] = False
+        if cache is not None:
+            # The same tokens may be stored at other positions, after others, or without refinements.
+            settings["context"]["contents"] = tensors_digest(sorted(cache.select(0).tensors_to_join().items()))
     if request.writes_contexts:
         codec = turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}

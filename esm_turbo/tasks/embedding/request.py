@@ -76,7 +76,8 @@ class EmbeddingRequest:
         include: see `embed`.
         windows: the split of long proteins into windows; None computes every protein whole.
         store: a `ContextStore` that caches are taken from and added to; None computes them.
-        context: homologs that every protein is read after.
+        context: homologs that every protein is read after. `embed_records` knows a cache of them by its contents:
+            computed again, with other last bits, it is another context.
     """
 
     layers: tuple[int, ...]

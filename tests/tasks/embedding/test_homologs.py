@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esm_turbo import EmbeddingRequest, TurboEsm
+from esm_turbo import EmbeddingRequest, TurboEsm, TurboKVCache
 from esm_turbo.tasks.embedding.embed import embedding_settings, iter_embeddings
 from tests.helpers.models import E1_MINI
 
@@ -84,8 +84,23 @@ def test_results_belong_to_the_preset_of_a_given_cache() -> None:
         caches.append(turbo.prefill(CONTEXT))
     caches[-1].drop_refinements()
     of = [embedding_settings(turbo, EmbeddingRequest.of(turbo, (-1,), ["mean"], context=one)) for one in caches]
-    assert of[2] == embedding_settings(turbo, EmbeddingRequest.of(turbo, (-1,), ["mean"], context=CONTEXT))
     assert all(one != other for number, one in enumerate(of) for other in of[:number])
+    del of[2]["context"]["contents"]
+    assert of[2] == embedding_settings(turbo, EmbeddingRequest.of(turbo, (-1,), ["mean"], context=CONTEXT))
+
+
+def test_results_belong_to_the_contents_of_a_given_cache(e1: TurboEsm, tmp_path: Path) -> None:
+    caches = [e1.prefill(f"{first},MKTAY") for first in ("MKTAY", "GSWKD")]
+    for cache in caches:
+        cache.drop_front(len(e1.codes.whole([0] * 5)))
+    caches[0].save(tmp_path / "cache")
+    # Of more rows, with spare columns.
+    wide = TurboKVCache.cat([caches[0], e1.prefill(CONTEXT)]).select(0)
+    e1.extend(wide, "MKTAY", append=True)
+    wide.crop(-len(e1.codes.whole([0] * 5)))
+    caches += [TurboKVCache.load(tmp_path / "cache", model=e1.model), wide]
+    of = [embedding_settings(e1, EmbeddingRequest.of(e1, (-1,), ["mean"], context=one)) for one in caches]
+    assert of[0] == of[2] == of[3] != of[1]
 
 
 def test_bad_contexts_are_refused(e1: TurboEsm, tmp_path: Path) -> None:
