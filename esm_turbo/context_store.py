@@ -280,7 +280,8 @@ class ContextStore:
             config: options under which they are stored.
 
         Raises:
-            ValueError: the model has changed since it computed them, or the store belongs to another one.
+            ValueError: the cache holds other tokens or is stored otherwise, the model has changed since it computed
+                them, or the store belongs to another one.
             FolderBusyError, OSError: as of `get_or_prefill`.
         """
         with self._mutex:
@@ -290,6 +291,9 @@ class ContextStore:
         spec = context_spec(turbo, config)
         if difference := cache.identity.difference(spec.identity):
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
+        # What is written has to be computed before this returns: it may as well be waited for here.
+        if cache.config != config or not _holds(turbo, cache, token_ids):
+            raise ValueError("the cache does not hold these tokens under these options; nothing was stored")
         requests = [request_of_tokens(turbo, ids) for ids in token_ids]
         rows = FlatBatch.of(cache, [one.tokens for one in requests])
         computed = Computed([one.key for one in requests], rows)
@@ -523,6 +527,16 @@ class ContextStore:
             return computed
 
         return Filling(self._files, self._lookup, self._mutex, spec, turbo.model.device, prefill)
+
+
+def _holds(turbo: ContextModel, cache: TurboKVCache, token_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether the rows of a cache hold exactly these tokens, at their positions."""
+    rows, places = turbo.codes.present(token_ids)
+    places = places or [list(range(len(row))) for row in rows]
+    lengths, stored = cache.lengths.tolist(), cache.token_ids.tolist()
+    at = [list(range(n)) for n in lengths] if cache.positions is None else cache.positions.tolist()
+    held = [(ids[:n], own[:n]) for ids, own, n in zip(stored, at, lengths, strict=True)]
+    return held == [(list(map(int, row)), own) for row, own in zip(rows, places, strict=True)]
 
 
 def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:

@@ -143,6 +143,25 @@ def test_contexts_of_any_tokens_are_computed_once(compressed, tmp_path):
     assert_same(found, cache)
 
 
+def test_contexts_are_kept_under_their_own_tokens(compressed, e1, tmp_path):
+    own, row = compressed.model.esm.turbo_config, [compressed.codes.cls, 5, 6]
+    x, y = ([e1.codes.whole(e1.codes.encode(text, "it"))] for text in ("MXKTAY", "MKTAY"))
+    front = e1.prefill("MKTAY,MKTAY")
+    front.drop_front(len(y[0]))
+    cache = prefill_ids(compressed, row, "turbo")
+    wrong = [(compressed, [ids], cache, own) for ids in ([*row[:2], 7], [*row, 7], row[:2])]
+    wrong += [(compressed, [row, row], cache, own), (compressed, [row], cache, TurboConfig.from_preset("exact"))]
+    wrong += [(e1, ids, other, other.config) for ids, other in ((x, e1.prefill("MKTAY")), (y, front))]
+    for turbo, *arguments in wrong:
+        store = ContextStore(tmp_path / turbo.name)
+        with pytest.raises(ValueError, match="the cache does not hold these tokens under these options"):
+            store.keep(turbo, *arguments)
+        assert store.info()["contexts"] == 0
+    kept = e1.prefill("MXKTAY")
+    store.keep(e1, x, kept, kept.config)
+    assert_same(store.get(e1, "MXKTAY")[0], kept)
+
+
 def test_order_repeats_and_spelling(compressed, tmp_path, prefilled):
     store = ContextStore(tmp_path)
     cache = store.get_or_prefill(compressed, ["MKTAY", "GSGS", "mktay", "MKT AY*"], toks_per_batch=1)
