@@ -79,7 +79,7 @@ def background_contexts(background: Background | Sequence[str], targets: int) ->
     Raises:
         ValueError: there is no such background, or no decoys.
     """
-    if not isinstance(background, str):
+    if background is not None and not isinstance(background, str):
         decoys = as_list(background, "decoy")
         return "decoys", [ProteinRecord(f"decoy_{number}", one) for number, one in enumerate(decoys, start=1)]
     match check_choice("background", background, get_args(Background)):

@@ -166,6 +166,7 @@ def test_a_screen_of_four_targets_has_one_decoy(turbo: TurboEsm) -> None:
     ("background", "message"),
     [
         ("others", r"`background` must be one of \['none', 'alone', 'targets', 'decoys', 'all-decoys'\]"),
+        (None, "`background` must be one of .*, got None"),
         ([], "`decoys` must hold at least one decoy"),
         ("targets", "needs several targets"),
         (["M1K"], "1"),
