@@ -9,7 +9,6 @@ are stored.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,22 +37,17 @@ class Contexts:
     Args:
         turbo: the model.
         store: where the contexts that clients named are.
-        budget: bytes of memory for contexts that requests read.
-        decoded: number of contexts kept decoded to full precision, for the requests that read them next.
+        budget: bytes of memory for contexts that requests read, some of them also decoded to full precision.
         limit: number of contexts in the store from which on further ones are refused.
     """
 
-    def __init__(
-        self, turbo: ContextModel, store: ContextStore, budget: int = 1 << 30, decoded: int = 8, limit: int = 100_000
-    ) -> None:
+    def __init__(self, turbo: ContextModel, store: ContextStore, budget: int = 1 << 30, limit: int = 100_000) -> None:
         self.turbo = turbo
         self.store = store
         self.limit = limit
         self.exact = turbo.model.base_model.exact_contexts is not None
         self.stored: int = store.info()["contexts"]
         self.resident = Tier[Hashable, TurboKVCache](budget)
-        self._decoded: OrderedDict[Hashable, TurboKVCache] = OrderedDict()
-        self._most_decoded = decoded
         self._sequences = Tier[str, str](_KNOWN)
         self._mutex = threading.Lock()
 
@@ -124,18 +118,15 @@ class Contexts:
             compute: called if it is not in memory.
             read_by: number of tokens that will read it decoded if they do so faster, see `forwards.maybe_decode`.
         """
-        if read_by and key in self._decoded:
-            self._decoded.move_to_end(key)
-            return self._decoded[key]
+        if read_by and (kept := self.resident.get((key, "decoded"))) is not None:
+            return kept
         context = self.resident.get(key)
         if context is None:
             context = compute()
             self.resident.put(key, context, context.nbytes)
         if not read_by or (decoded := maybe_decode(self.turbo, context, read_by)) is context:
             return context
-        self._decoded[key] = decoded
-        while len(self._decoded) > self._most_decoded:
-            self._decoded.popitem(last=False)
+        self.resident.put((key, "decoded"), decoded, decoded.nbytes)
         return decoded
 
     def _sequence_of(self, cache: TurboKVCache) -> str | None:

@@ -16,7 +16,7 @@ SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQ"
 @pytest.fixture
 def contexts(turbo, tmp_path):
     with ContextStore(tmp_path / "store") as store:
-        yield Contexts(turbo, store, decoded=2, limit=3)
+        yield Contexts(turbo, store, limit=3)
 
 
 def files(contexts):
@@ -93,12 +93,15 @@ def test_the_store_is_limited(contexts):
     assert full.value.status == 507
 
 
-def test_few_contexts_are_kept_decoded(contexts, turbo):
+def test_decoded_contexts_are_kept_within_the_budget(contexts, turbo):
     cache = turbo.prefill(SEQUENCE)
     assert contexts.ready("a", lambda: cache, 1) is cache
+    largest = contexts.ready("a", lambda: cache, 10_000).nbytes
+    contexts = Contexts(turbo, contexts.store, budget=2 * largest + cache.nbytes)
     decoded = [contexts.ready(key, lambda: cache, 10_000) for key in "abc"]
     assert {one.config.name for one in decoded} == {"exact"}
     assert contexts.ready("c", lambda: pytest.fail("it is in memory"), 10_000) is decoded[2]
     assert contexts.ready("a", lambda: cache, 10_000) is not decoded[0]
+    assert contexts.resident.nbytes <= contexts.resident.budget
     # For rows that hide tokens of it on a device.
-    assert contexts.ready("c", lambda: pytest.fail("it is in memory")) is cache
+    assert contexts.ready("a", lambda: pytest.fail("it is in memory")) is cache

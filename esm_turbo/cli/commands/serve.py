@@ -96,7 +96,8 @@ def serve(
         turbo.model.base_model.turbo_config = default_config(turbo)
         announce(turbo, [context_arm(turbo)])
         folder = store or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="esm-turbo-")))
-        contexts = opened.enter_context(ContextStore(folder))
+        # The service keeps contexts in memory itself, within --resident-mib.
+        contexts = opened.enter_context(ContextStore(folder, host_bytes=0, device_bytes=0))
         service = Service(turbo, contexts, limits, resident_bytes=resident_mib << 20, toks_per_batch=toks_per_batch)
         local = loopback_names(listener)
         hosts = allowed_host or ([host, *local] if local else ())

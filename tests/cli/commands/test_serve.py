@@ -38,6 +38,23 @@ def test_wrong_options(esm, options, message, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_contexts_in_memory_are_within_resident_mib(esm, monkeypatch):
+    """The service's own, and none of its store besides."""
+    found = []
+
+    def run(self):
+        contexts = self.service.contexts
+        for sequence in ("MKTAYIAKQR", "GSGSPLLKRR"):
+            contexts.sequence(*contexts.add([sequence]))
+            contexts.get_or_prefill(self.service.turbo, [sequence])
+        found.extend(one["bytes"] for one in contexts.store.info()["memory"].values())
+        assert contexts.resident.budget == 8 << 20
+
+    monkeypatch.setattr(Server, "run", run)
+    assert esm("serve", "--port", "0", "--resident-mib", "8").code == 0
+    assert found == [0, 0]
+
+
 def test_missing_packages_are_named(esm, monkeypatch):
     original = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else original(name, *a))
