@@ -18,7 +18,9 @@ from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import AutoBatchTokens, BackendOption, CacheOptions, OptionalInput, StoreFolder
 from esm_turbo.config import Backend
 from esm_turbo.files.extras import install_hint
+from esm_turbo.files.paths import check_writable
 from esm_turbo.files.tabular import counted
+from esm_turbo.files.writing import LOCK_FILE
 from esm_turbo.serve.limits import Limits
 
 _DEFAULTS = Limits()
@@ -73,6 +75,8 @@ def serve(
         raise ImportError(f"serve needs {' and '.join(missing)}: {install_hint('serve')}")
     from esm_turbo.serve.tokens import read_tokens
 
+    if store is not None:
+        check_writable(store / LOCK_FILE)
     tokens = read_tokens(token_file)
     from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
     from esm_turbo.serve.service import Service

@@ -27,6 +27,7 @@ def _nothing_serves(monkeypatch):
         (["--timeout", "nan"], "--timeout must be above 0 seconds"),
         (["--max-residues", "0"], "--max-residues must be at least 1, got 0"),
         (["--token-file", "nowhere"], "nowhere: there is no such file; check the path"),
+        (["--store", "/proc/x"], "/proc/x/.lock: cannot be written (No such file or directory); choose another path"),
         (["--port", "0", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
