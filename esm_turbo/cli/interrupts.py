@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ _CONTINUES = "; the same command continues where it was"
 _NOTHING = " before any result was kept"
 # Until a lost interrupt is repeated, seconds: outside of the callback that lost it.
 _REPEAT_AFTER = 0.01
+_REPEATS = signal.SIGALRM
 
 
 class Interrupts:
@@ -39,6 +39,7 @@ class Interrupts:
         for number in _WORDS:
             if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                 signal.signal(number, self._raise)
+                signal.signal(_REPEATS, self._raise)
                 sys.unraisablehook = self._repeat
 
     @contextlib.contextmanager
@@ -57,7 +58,7 @@ class Interrupts:
 
     def ignore(self) -> None:
         """Leave the rest of the process undisturbed: its results are complete."""
-        for number in _WORDS:
+        for number in (*_WORDS, _REPEATS):
             signal.signal(number, signal.SIG_IGN)
 
     def report(self) -> int:
@@ -71,13 +72,22 @@ class Interrupts:
         return f"esm-turbo: {_WORDS[self._number]}{self.further}\n"
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
+        if self.pending and number != _REPEATS:
             # Cleaning up takes too long for whoever presses the keys again.
             if not self._reported:
                 os.write(sys.stderr.fileno(), self._line().encode())
             os._exit(128 + self._number)
-        self.pending, self._number = True, signal.Signals(number)
-        raise KeyboardInterrupt
+        if number != _REPEATS:
+            self._number = signal.Signals(number)
+        while frame is not None:
+            if frame.f_code is Interrupts._repeat.__code__:
+                # Python drops what is raised here, too, and asks no hook.
+                signal.setitimer(signal.ITIMER_REAL, _REPEAT_AFTER)
+                return
+            frame = frame.f_back
+        if not self.pending:
+            self.pending = True
+            raise KeyboardInterrupt
 
     def _repeat(self, lost: Any) -> None:
         """Python drops exceptions in destructors and callbacks: an interrupt there is raised again a little later."""
@@ -85,8 +95,7 @@ class Interrupts:
             sys.__unraisablehook__(lost)
             return
         self.pending = False
-        main = threading.main_thread().ident
-        threading.Timer(_REPEAT_AFTER, signal.pthread_kill, [main, self._number]).start()
+        signal.setitimer(signal.ITIMER_REAL, _REPEAT_AFTER)
 
 
 interrupts = Interrupts()

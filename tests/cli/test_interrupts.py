@@ -65,17 +65,20 @@ def test_during_an_import(module):
         # Python drops exceptions in destructors.
         "class Lost:\n        def __del__(self):\n            signal.raise_signal(signal.SIGINT)\n"
         "    Lost()\n    time.sleep(30)",
+        # While what was dropped before is shown.
+        "class Lost:\n        def __del__(self):\n            raise ValueError\n"
+        "    sys.__unraisablehook__ = lambda _: signal.raise_signal(signal.SIGINT)\n    Lost()\n    time.sleep(30)",
         # Pressed again while the first one is cleaned up.
         "try:\n        signal.raise_signal(signal.SIGINT)\n    finally:\n        signal.raise_signal(signal.SIGINT)\n"
         "        time.sleep(30)",
     ],
-    ids=["plain", "converted", "lost", "twice"],
+    ids=["plain", "converted", "lost", "lost again", "twice"],
 )
 def test_during_a_command(body):
     began = time.monotonic()
     result = run(
         f"""
-import signal, time
+import signal, sys, time
 from esm_turbo.cli import app, commands
 def interrupted(*_, **__):
     {body}
