@@ -287,12 +287,19 @@ def save(write: Callable[[Path | TextIO], None], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    with replacement_said(path):
+        try:
+            write(path)
+        except OSError:
+            write(sys.stdout)
+            raise
+
+
+@contextlib.contextmanager
+def replacement_said(path: Path) -> Iterator[None]:
+    """Say after this block, which writes a file, if it replaced one."""
     replaces = path.is_file() and not keeps_its_content(path)
-    try:
-        write(path)
-    except OSError:
-        write(sys.stdout)
-        raise
+    yield
     if replaces:
         say(f"replaced {path}")
 

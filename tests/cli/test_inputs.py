@@ -168,8 +168,10 @@ def test_no_output_replaces_an_artifact_or_a_part_of_one(
 def test_the_calibration_of_a_model_may_be_written_beside_it(esm, fasta, tmp_path, tiny_folder):
     model = tmp_path / "model"
     shutil.copytree(tiny_folder, model)
-    for _ in range(2):
-        assert esm("calibrate", fasta, "--model", model, "--out", model / "calibration.safetensors").code == 0
+    out = model / "calibration.safetensors"
+    for said in (False, True):
+        result = esm("calibrate", fasta, "--model", model, "--out", out)
+        assert (result.code, f"esm-turbo: replaced {out}\n" in result.err) == (0, said)
 
 
 def test_a_device_may_be_named_for_two_outputs(esm, fasta, tmp_path, tiny_folder):

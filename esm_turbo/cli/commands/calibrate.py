@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.assets import calibration_families, calibration_proteins, named_proteins
-from esm_turbo.cli.console import progress_bar, show, working
+from esm_turbo.cli.console import progress_bar, replacement_said, show, working
 from esm_turbo.cli.inputs import announce
 from esm_turbo.cli.options import (
     InputFile,
@@ -90,7 +90,7 @@ def calibrate(
         calibration.quality = quality = measure_calibration(
             turbo, calibration, records, beside_shipped(held_out, has_families), progress, precision
         )
-    with working("writing"):
+    with replacement_said(out), working("writing"):
         calibration.save(out)
     result = {
         "out": os.fspath(out),
