@@ -199,7 +199,7 @@ def generation_steps(
     if options.max_new_tokens is not None:
         ends = [len(row) + options.max_new_tokens for row in rows]
         new = [range(len(row) + 1, end + 1) for row, end in zip(rows, ends, strict=True)]
-        _check_constrained_positions(sampler.allowed, new)
+        check_constrained_positions(sampler.allowed, new)
         warn_if_long(ends, turbo.model.family, stacklevel=3)
         token_ids = None
         if cache is None:
@@ -215,7 +215,7 @@ def generation_steps(
         given = "a cache" if store is None else "contexts of a store"
         raise ValueError(f"{given} can only be appended to: give `max_new_tokens`")
     positions = _positions(turbo, rows, options.positions)
-    _check_constrained_positions(sampler.allowed, positions)
+    check_constrained_positions(sampler.allowed, positions)
     warn_if_long([len(row) for row in rows], turbo.model.family, stacklevel=3)
     # With <cls> in column 0, a residue's column is its position.
     chosen = [columns for columns in positions for _ in range(repeats)]
@@ -352,8 +352,8 @@ def _positions(
     return checked
 
 
-def _check_constrained_positions(constraint: AllowedResidues, generated: Sequence[Sequence[int]]) -> None:
-    """Refuse a constraint on a position that is not generated."""
+def check_constrained_positions(constraint: AllowedResidues, generated: Sequence[Sequence[int]]) -> None:
+    """Raise a ValueError if a constraint is on a position that is generated in no row."""
     for position in sorted(constraint.by_position):
         if not any(position in positions for positions in generated):
             raise ValueError(f"`allowed` names position {position}, where nothing is generated")

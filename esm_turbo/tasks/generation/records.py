@@ -18,7 +18,7 @@ from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_la
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
 from esm_turbo.tasks.common.same_model import refuse_changed
-from esm_turbo.tasks.generation.generate import allowed_residues, generate_batch
+from esm_turbo.tasks.generation.generate import allowed_residues, check_constrained_positions, generate_batch
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import row_seeds
@@ -99,7 +99,7 @@ def generate_records(
     if mask_letter is not None and mask_letter not in UNKNOWN:
         raise ValueError(f"`mask_letter` must be one of {', '.join(UNKNOWN)}, got {mask_letter!r}")
     # Errors that concern all records are raised before any of them runs.
-    allowed_residues(turbo, options)
+    constraint = allowed_residues(turbo, options)
     with default_storage(turbo):
         turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
     samples = options.num_return_sequences
@@ -134,6 +134,11 @@ def generate_records(
         for number, row in enumerate(rows):
             index, sample = divmod(row, samples)
             results = output.sequences[number], output.positions[number], output.log_probs[number]
+            try:
+                # As of the record alone, which its seed reproduces.
+                check_constrained_positions(constraint, [results[1]])
+            except ValueError as error:
+                bad[index] = BadRecord(records[index].id, str(error))
             generated[row] = GeneratedSequence(records[index].id, sample + 1, *results, seeds[row])
 
     def too_large_alone(row: int, error: Exception) -> None:

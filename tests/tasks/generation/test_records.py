@@ -99,6 +99,15 @@ def test_a_bad_record_does_not_stop_the_others(exact: TurboEsm, toks_per_batch: 
     assert [(one.record, one.reason) for one in bad] == [("b", "its positions are 1 to 3, got 5")]
 
 
+@pytest.mark.parametrize("toks_per_batch", [1, 10_000])
+def test_a_record_without_a_constrained_position_is_bad_in_any_batch(exact: TurboEsm, toks_per_batch: int) -> None:
+    options = GenerationOptions(max_new_tokens=2, allowed={len(RECORDS[0].sequence) + 1: "W"}, num_return_sequences=2)
+    generated, bad = generate_records(exact, RECORDS, options, toks_per_batch=toks_per_batch)
+    assert [one.record for one in generated] == ["a", "a"]
+    assert [one.record for one in bad] == ["b", "c"]
+    assert {one.reason for one in bad} == {"`allowed` names position 23, where nothing is generated"}
+
+
 def test_a_record_of_the_output_reproduces_its_sequence(exact: TurboEsm) -> None:
     options = GenerationOptions(max_new_tokens=4, num_return_sequences=2)
     for one in generate_records(exact, RECORDS, options, seed=3)[0]:
