@@ -109,7 +109,9 @@ class GenerateRequest(_Request):
     template: str | None = Field(
         None, description="Peptide to append, whose residues are kept or drawn.", examples=["GX[KR]XXP"]
     )
-    positions: _List[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
+    positions: _List[int] | None = Field(
+        None, description="Positions to replace, from 1; repeated ones count once. Null for all masks."
+    )
     order: UnmaskingOrder | None = None
     per_step: int = 1
     sweeps: int = 1

@@ -32,6 +32,7 @@ from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids, warn_of_peptides
 from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.score import ProteinRows
+from esm_turbo.tasks.variants.substitutions import all_substitutions
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -192,13 +193,13 @@ class Service:
     def _variants(self, wild_type: str, request: VariantsRequest, homologs: Sequence[str]) -> ItemJob:
         """The job of scoring variants of a protein after contexts of homologs, if there are any."""
         _check_at_most(request.refresh, self.limits.residues, "refresh")
-        names, method = request.variants, request.method
+        names, method, most = request.variants, request.method, self.limits.variants
         if names is not None:
-            _check_count(names, self.limits.variants, "variants")
-            # One variant may have very many.
-            substitutions, most = sum(1 + name.count(":") for name in names), self.limits.variants
-            if substitutions > most:
-                raise invalid(f"have {substitutions:,} substitutions; at most {most:,}", "variants")
+            _check_count(names, most, "variants")
+        # One variant may have very many.
+        substitutions = sum(1 + name.count(":") for name in names or all_substitutions(wild_type))
+        if substitutions > most:
+            raise invalid(f"have {substitutions:,} substitutions; at most {most:,}", "variants")
         arm = self.arm if homologs else default_query_arm(self.turbo) or self.arm
         options = request.refresh, request.first_position, homologs or None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import re
 import socket
@@ -245,6 +246,14 @@ def test_what_is_wrong_is_named(client, context, path, body, field):
     assert answer.status == 422, answer.body
     assert ["body", *field] in [loc[: 1 + len(field)] for loc in answer.fields]
     assert all(item["msg"].isascii() and "\n" not in item["msg"] for item in answer.json["detail"])
+
+
+@pytest.mark.parametrize(("most", "status"), [(912, 200), (911, 422)])
+def test_all_variants_are_no_more_than_others(client, context, monkeypatch, most, status):
+    monkeypatch.setattr(client.service, "limits", dataclasses.replace(client.service.limits, variants=most))
+    answer = client.post(VARIANTS.format(context=context), {"method": "wild_type"})
+    assert answer.status == status
+    assert status == 200 or answer.fields == [["body", "variants"]]
 
 
 @pytest.mark.parametrize(

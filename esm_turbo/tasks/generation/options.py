@@ -25,8 +25,8 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: number of residues to append to each sequence.
-        positions: positions to replace, counted from 1: one list for every sequence, or a list for each. None is
-            every `<mask>`.
+        positions: positions to replace, counted from 1: one list for every sequence, or a list for each. Repeated ones
+            count once. None is every `<mask>`.
         order: the order in which positions are drawn. `random` is the default. `confidence` starts where the model is
             most certain; later sweeps start with the residues that it found least likely. `left_to_right` is the
             order of the sequence.
