@@ -75,7 +75,8 @@ def serve(
         raise ImportError(f"serve needs {' and '.join(missing)}: {install_hint('serve')}")
     from esm_turbo.serve.tokens import read_tokens
 
-    if store is not None:
+    # Contexts of a folder that is there may be served from where nothing can be written.
+    if store is not None and not store.is_dir():
         check_writable(store / LOCK_FILE)
     tokens = read_tokens(token_file)
     from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
