@@ -9,7 +9,7 @@ from torch import Tensor
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device. From the host it is copied out of pinned memory; a plain copy would wait for the device."""
     if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
+        return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 

@@ -112,7 +112,7 @@ def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_ma
         return True
     if mask.shape == shape and bool((keep & ~mask).any()):
         raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
-    return bool(has_gaps(keep).any() | ~keep[:, 0].all())
+    return bool(has_gaps(keep).any())
 
 
 def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, contexts: int) -> RowIndex:

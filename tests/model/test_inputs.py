@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.model.inputs import check_new_tokens
 from tests.helpers.models import CLS, MASK, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -207,3 +208,11 @@ def test_a_cache_under_grad(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> 
     with pytest.raises(ValueError, match=r"torch\.no_grad"):
         plain(NEW, past_key_values=cache)
     assert plain(IDS).logits.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("keep", "skips"), [([[1, 1, 0], [0, 0, 0]], False), ([[0, 1, 1], [1, 1, 1]], True), ([[1, 0, 1], [0, 0, 0]], True)]
+)
+def test_tokens_left_out_before_others_are_found(keep: list[list[int]], skips: bool) -> None:
+    """Only then are positions stored, which a device keeps, and steps of generation are to know beforehand."""
+    assert check_new_tokens(NEW, None, torch.tensor(keep).bool()) is skips
