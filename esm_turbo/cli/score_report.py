@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -95,12 +96,18 @@ def _binders_table(target: str, found: Binders, top: int) -> Table:
     )
 
 
-def _caption(rest: int, scores: Scores) -> str | None:
+def _caption(rest: int, *every: Scores) -> str | None:
     """How many candidates a table leaves out, and with a background what that is, and what ranks them."""
-    unit, _ = scores.specificities()
-    # Within 80 columns.
-    by = _SPECIFICITIES[unit] if unit and scores.sort_by == "specificity" else "pseudo-perplexity; specificity against"
-    compared = [f"ranked by {by} {scores.compared_with}"] if unit else []
+    from esm_turbo.tasks.scoring.score import compared_with
+
+    background, units = every[0].background, {scores.specificities()[0] for scores in every}
+    by = "pseudo-perplexity; specificity against"
+    if every[0].sort_by == "specificity":
+        # Within 80 columns. Targets whose candidates have few contexts are ranked in nats.
+        own = _SPECIFICITIES[units.pop() or "nats"] if len(units) == 1 else ""
+        by = own or "specificity, of each target in its unit, against"
+    text = compared_with(background, [one for scores in every for one in scores.scores])
+    compared = [] if background is None else [f"ranked by {by} {text}"]
     return "; ".join([f"and {rest:,} more"] * bool(rest) + compared) or None
 
 
@@ -217,14 +224,15 @@ def _perplexities(result: TargetResult, index: int) -> list[str]:
     return [f"{scores.scores[index].pseudo_perplexity:.3f}" for scores in result.scores.values()]
 
 
-def _rescored(scores: Scores) -> tuple[list[str], list[list[str]]]:
+def _rescored(scores: Scores, unit: str = "") -> tuple[list[str], list[list[str]]]:
     """Columns of candidates that were scored again, and the cells of each candidate; none if no candidate was.
 
-    They are its exact figures, its rank among these candidates, and how far it moved.
+    They are its exact figures, of specificity in `unit` or else that of the scores, its rank among these candidates,
+    and how far it moved.
     """
     if not scores.rescored:
         return [], [[]] * len(scores.scores)
-    unit = scores.specificities()[0] if scores.sort_by == "specificity" else None
+    unit = (unit or scores.specificities()[0] or "") if scores.sort_by == "specificity" else ""
     titles = [f"{_PERPLEXITY}\nfull", *([f"specificity\nfull, {unit}"] if unit else []), "rank\nby full"]
     cells = [[""] * len(titles)] * len(scores.scores)
     exact = scores.rescored_cells()
@@ -240,21 +248,25 @@ def _rescored(scores: Scores) -> tuple[list[str], list[list[str]]]:
 
 def _targets_summary(results: Sequence[TargetResult]) -> Table:
     """One row per target, with its best candidate; sizes are left out beside exact values, which need the width."""
+    from esm_turbo.tasks.scoring.score import specificities
+
     rows = []
-    first = results[0].scores[results[0].reference]
-    unit, _ = first.specificities()
-    exact = [_rescored(result.scores[result.reference]) for result in results[:_ROWS]]
+    every = [result.scores[result.reference] for result in results]
+    # All are shown in one unit.
+    unit, values = specificities([one for own in every for one in own.scores])
+    unit = unit if every[0].background is not None else ""
+    begins = [0, *accumulate(len(own.scores) for own in every)]
+    exact = [_rescored(own, unit) for own in every[:_ROWS]]
     titles = next((own for own, _ in exact if own), [])
     sizes = [] if titles else ["residues", "candidates"]
-    for result, (_, again) in zip(results, exact, strict=False):
+    for result, begin, (_, again) in zip(results, begins, exact, strict=False):
         # By the arm full, if that has ranked some again.
         ranks = result.scores[result.reference].rescored_cells()
         best = next((index for index, own in enumerate(ranks) if own and own[-1] == 1), result.ranking()[0])
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
-        _, specificities = result.scores[result.reference].specificities()
         cells = [candidate.id, _shortened(candidate.sequence), *_perplexities(result, best)]
-        compared = [_number(specificities[best])] if unit else []
+        compared = [_number(values[begin + best])] if unit else []
         rows.append([result.target.id, *counts[: len(sizes)], *cells, *compared, *(again[best] or [""] * len(titles))])
     columns = [
         *("target", *sizes, "best\ncandidate", "sequence"),
@@ -269,7 +281,7 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         left=(0, len(sizes) + 1, len(sizes) + 2),
         cut=(len(sizes) + 2,),
         spare=_spare(columns, results[0].sort_by),
-        caption=_rest(len(results)) or _caption(0, first),
+        caption=_rest(len(results)) or _caption(0, *every),
     )
 
 

@@ -54,7 +54,10 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     below += _agreement(result)
     layout += [below] if below else []
     target = result.target
-    size = f"{counted(len(result.candidates), 'candidate')}, target of {counted(len(target.sequence), 'residue')}"
+    size = counted(len(result.candidates), "candidate")
+    # Scores alone do not know their target.
+    if target.sequence:
+        size += f", target of {counted(len(target.sequence), 'residue')}"
     caption = (
         f"{used}. Ranked by the arm {arm}. Letters are the candidates' residues, their colours log p of each while it"
         " was masked; brighter is more likely."
@@ -75,8 +78,10 @@ def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
     shown = whole.clustered(_COLUMNS)
     specific = whole.by == "specificity"
     first = {one.sequence: one for result in reversed(run.results) for one in reversed(result.candidates)}
-    # A matrix names its columns by either.
-    known = first | {name: first[sequence] for sequence, name in run.candidate_names().items()}
+    # A matrix names its columns by names, or all by residues.
+    names = run.candidate_names()
+    named = {names.get(sequence, sequence): one for sequence, one in first.items()}
+    known = named if len(named) == len(first) and set(shown.candidates) <= named.keys() else first
     own = [known[name] for name in shown.candidates]
     heat = Heatmap(
         shown.values,

@@ -125,6 +125,22 @@ def test_the_exact_specificity_that_ranks_is_shown(turbo: TurboEsm, contexts: in
     assert lines[-1].endswith("except those by full")
 
 
+def test_a_summary_shows_one_unit(turbo: TurboEsm) -> None:
+    """Candidates of a few targets have nats alone, those of many are ranked by standard deviations."""
+    targets = [ProteinRecord(name, "MKTAYIAKQRQISF") for name in "wxyz"]
+    run = score_records(turbo, targets, [Candidate("a", "AC")], ("full",))
+    for number, result in enumerate(run.results):
+        figures = BackgroundFigures(-3.0, 0.5, 2 if number == 0 else 9)
+        scores = replace(result.scores["full"], sort_by="specificity").with_background({"AC": figures}, "targets")
+        run.results[number] = replace(result, scores={"full": scores})
+    lines = lines_of(score_report(run, None))
+    assert any("nats" in line and "┃" in line for line in lines) and not any("s.d." in line for line in lines)
+    for result in run.results:
+        assert row(lines, result.target.id)[-1] == f"{result.scores['full'].scores[0].specificity:.4f}"
+    caption = "ranked by specificity, of each target in its unit, against 2 to 9 other targets"
+    assert any(line.strip() == caption for line in lines)
+
+
 @pytest.mark.parametrize("arms", [("turbo", "frozen", "full"), ("turbo",)])
 def test_tables_of_120_columns_break_no_word(turbo: TurboEsm, arms: tuple[Arm, ...]) -> None:
     targets = [ProteinRecord(f"serine_protease_fragment_{i}", "MKTAYIAKQRQISF" + "G" * i) for i in range(4)]

@@ -80,6 +80,11 @@ def test_a_ranking_by_specificity_shows_specificity(ranking, contexts: int) -> N
     assert len(bars.names) == 20 and "pseudo-perplexity" in bars.x_label
 
 
+def test_scores_alone_do_not_know_their_target(ranking) -> None:
+    own = replace(ranking, target=ProteinRecord("target", ""))
+    assert ranking_sheet(own, "").title == "target: 25 candidates"
+
+
 def test_all_targets_are_together_on_the_first_sheet(ranking) -> None:
     other = replace(ranking, target=ProteinRecord("other", "MKT"))
     sheet = matrix_sheet(ScoringRun([ranking, other]), "model x")
@@ -130,6 +135,13 @@ def test_columns_of_repeated_names_are_told_apart(ranking) -> None:
     result = replace(ranking, candidates=tuple(replace(one, id="p") for one in ranking.candidates))
     [[heat]] = matrix_sheet(ScoringRun([result, replace(result, target=ProteinRecord("other", "MKT"))]), "").layout
     assert set(heat.columns) == {one.sequence for one in result.candidates}
+    # Named as another one's residues.
+    names = ["#1", result.candidates[0].sequence, *["p"] * 23]
+    candidates = tuple(replace(one, id=name) for one, name in zip(result.candidates, names, strict=True))
+    result = replace(ranking, candidates=candidates)
+    [[heat]] = matrix_sheet(ScoringRun([result, replace(result, target=ProteinRecord("other", "MKT"))]), "").layout
+    column = heat.columns.index(names[1])
+    assert heat.names[0][column].split(" on ")[0] == names[1]
 
 
 def test_one_arm_has_nothing_to_agree_with(ranking) -> None:

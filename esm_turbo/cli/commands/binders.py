@@ -110,14 +110,19 @@ def binders(
         raise ValueError("give --length, or --template, which has one" + (", not both" if length is not None else ""))
     good, bad = read_proteins(targets, letters)
     compared, decoys = read_background(background, letters, targets=1)
-    if compared == "targets" and len(good) < 2:
-        raise ValueError(f"--background targets needs several targets, {targets} has one; give decoys")
+
+    def check_targets() -> None:
+        if compared == "targets" and len({record.sequence for record in good}) < 2:
+            raise ValueError(f"--background targets needs several targets, {targets} has one sequence; give decoys")
+
+    check_targets()
     from esm_turbo.tasks.scoring.pairs import check_ranking
 
     check_ranking(arm, rescore or 0, sort_by, background)
     check_plot(plot, len(good))
     turbo = load_model(model)
     good = readable(turbo, targets, good, bad)
+    check_targets()
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
     from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata

@@ -15,7 +15,7 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.options import SortBy
-from esm_turbo.tasks.scoring.score import Scores, specificities
+from esm_turbo.tasks.scoring.score import Scores, compared_with, specificities
 
 UNIT_NAMES = {"nats": "nats per residue", "s.d.": "standard deviations"}
 """Units of log-likelihoods and specificities, in full."""
@@ -66,7 +66,7 @@ class ScoreMatrix(Tabular):
         every = [one for _, own in scores for one in own.scores]
         if number == "specificity":
             unit, found = specificities(every)
-            background = next(own.compared_with for _, own in scores if own.background is not None)
+            background = compared_with(next(own.background for _, own in scores if own.background is not None), every)
         else:
             unit, found, background = "nats", [one.mean_log_probability for one in every], None
         columns = {sequence: index for index, sequence in enumerate(dict.fromkeys(one.candidate for one in every))}

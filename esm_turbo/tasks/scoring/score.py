@@ -226,10 +226,7 @@ class Scores(ItemScores):
     @property
     def compared_with(self) -> str | None:
         """What the background is, such as `12 decoys`; None without one."""
-        if self.background in (None, "alone"):
-            return self.background and "no target"
-        most = max((one.background.contexts for one in self.scores if one.background is not None), default=0)
-        return counted(most, "other target" if self.background == "targets" else "decoy")
+        return compared_with(self.background, self.scores)
 
     def by_candidate(self) -> dict[str, float]:
         """Mean log-probability by candidate; of equal ones, which may differ by rounding, the highest."""
@@ -441,6 +438,15 @@ def specificities(scores: Sequence[CandidateScore]) -> tuple[str, list[float | N
         "s.d." if in_spreads else "nats",
         [one.specificity_z if in_spreads else one.specificity for one in scores],
     )
+
+
+def compared_with(background: str | None, scores: Iterable[CandidateScore]) -> str | None:
+    """What candidates were compared with, such as `12 decoys`, or `1 to 3 other targets` where some were with fewer."""
+    if background in (None, "alone"):
+        return background and "no target"
+    contexts = sorted({one.background.contexts for one in scores if one.background is not None}) or [0]
+    from_ = f"{contexts[0]:,} to " if len(contexts) > 1 else ""
+    return from_ + counted(contexts[-1], "other target" if background == "targets" else "decoy")
 
 
 def compared(

@@ -45,6 +45,12 @@ def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_pat
     assert fasta.read_text().startswith(f">one_1 specificity={first.score.specificity}\n{first.sequence}\n>one_2 ")
 
 
+def test_targets_of_equal_residues_are_no_background(esm_shared, write):
+    targets = write("targets.fasta", f">one\n{TARGET}\n>two\n{TARGET}\n")
+    result = esm_shared("binders", targets, "--length", 4, "--background", "targets")
+    assert result.code == 2 and "targets.fasta has one sequence; give decoys" in result.err
+
+
 def test_the_printed_table_says_what_ranks_within_a_terminal(esm_shared, write, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     targets = write("targets.fasta", f">one\n{TARGET}\n")
