@@ -22,7 +22,7 @@ from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifa
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec
 from esm_turbo.files.identity import ModelIdentity
 from esm_turbo.files.tabular import counted, named
-from esm_turbo.kv.append import Append
+from esm_turbo.kv.append import NO_GAPS, Append, NewTokens
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.storage import CacheStorage
 from esm_turbo.kv.tensors import (
@@ -175,7 +175,7 @@ class TurboKVCache(CacheStorage):
         position_ids: Tensor | None,
         protected_ids: Sequence[int],
         chains: Tensor | None = None,
-        specials: int | None = None,
+        known: NewTokens = NO_GAPS,
     ) -> Append:
         """Starts an append: which tokens are stored, in which order, and which of them are protected.
 
@@ -185,7 +185,7 @@ class TurboKVCache(CacheStorage):
             position_ids: their positions, [batch, n]; None for each row's next ones.
             protected_ids: tokens that are protected if the options say so; none for a model that has none.
             chains: number of each token's chain, integers [batch, n]; None for 0.
-            specials: most of the tokens that any row stores that may be protected; None waits for the device.
+            known: what the host knows of the tokens; their special ones are counted if it does not.
 
         Raises:
             ValueError: the cache has several chains, and those of the new tokens are not given.
@@ -202,7 +202,7 @@ class TurboKVCache(CacheStorage):
         if protects:
             # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
             special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in protected_ids])
-            most = int(special.sum(1).max()) if specials is None else specials
+            most = int(special.sum(1).max()) if known.specials is None else known.specials
             slots = most if self._on_cpu else max(most, min(PROTECTED_SLOTS, special.shape[1]))
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
@@ -216,7 +216,8 @@ class TurboKVCache(CacheStorage):
             chains = chains.gather(1, order).to(torch.int32)
             if self.chains is None and self._on_cpu and not bool((stored & (chains != 0)).any()):
                 chains = None
-        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains, protects, most)
+        token_ids = token_ids.to(torch.uint8)
+        return Append(order, counts, token_ids, positions, protected, chains, protects, most, known.maybe_empty)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
         """Encodes one layer's keys and values of the new tokens.
@@ -276,6 +277,7 @@ class TurboKVCache(CacheStorage):
             raise _out_of_order(len(append.layers))
         if not self.batch_size:
             self._set_tensors(no_tokens(len(append.counts), append.counts.device))
+            self._maybe_empty = append.maybe_empty
         if append.positions is not None and self.positions is None:
             self.positions, self._capacity = self._default_positions(self.columns), 0
         if append.chains is not None and self.chains is None:
@@ -500,7 +502,7 @@ class TurboKVCache(CacheStorage):
             own = {name: rows[row].tensor(index) for rows, name, index in own_at}
             parts = [(names, rows[row].tensors) for names, rows in cut]
             cache = self._with_layers_later(own, parts)
-            cache._maybe_empty = False
+            cache._maybe_empty = not length
             cache._changed()
             cache._seq_length = length
             caches.append(cache)

@@ -474,16 +474,27 @@ def test_rows_are_selected_by_a_mask_and_by_nothing_else(model: TurboEsmForMaske
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])
-def test_an_emptied_row_is_stored_as_a_new_one(
-    tiny_model: Callable[..., TurboEsmForMaskedLM], monkeypatch: pytest.MonkeyPatch, on_a_device: bool
+@pytest.mark.parametrize("stores_none", [False, True])
+@torch.no_grad()
+def test_an_empty_row_is_stored_as_a_new_one(
+    tiny_model: Callable[..., TurboEsmForMaskedLM],
+    monkeypatch: pytest.MonkeyPatch,
+    on_a_device: bool,
+    stores_none: bool,
 ) -> None:
     """Including tensors per row, while other rows keep theirs; a device does not check which rows are empty."""
     if on_a_device:
         monkeypatch.setattr(TurboKVCache, "_on_cpu", False)
     model = tiny_model(preset="turbo3")
-    cache = prefill(model, [9, 4])
+    if stores_none:
+        ids, mask = random_ids([9, 4])
+        cache = model(
+            ids, mask, use_cache=True, append_mask=mask.bool() & torch.tensor([[True], [False]])
+        ).past_key_values
+    else:
+        cache = prefill(model, [9, 4])
+        cache.crop(torch.tensor([5, 0]))
     kept = {name: x.clone() for name, x in cache.layers[0].rows.items()}
-    cache.crop(torch.tensor([5, 0]))
     ids, mask = random_ids([3, 6], seed=5)
     with torch.no_grad():
         model(ids, mask, past_key_values=cache, use_cache=True)

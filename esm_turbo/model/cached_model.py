@@ -18,6 +18,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import Backend, TurboConfig
+from esm_turbo.kv.append import NO_GAPS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.checkpoints import CheckpointMixin
@@ -196,7 +197,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
         past = past_key_values
         if past is not None and not isinstance(past, TurboKVCache):
             raise ValueError(f"`past_key_values` must be a TurboKVCache, got {type(past).__name__}")
-        extends, skips, specials = past is not None and past.batch_size > 0, False, 0
+        extends, known = past is not None and past.batch_size > 0, NO_GAPS
         if (extends or use_cache) and torch.is_grad_enabled():
             raise ValueError("a cache cannot be used while gradients are recorded: use torch.no_grad()")
         if extends or use_cache:
@@ -204,9 +205,9 @@ class CachedModel(CacheMethods, FamilyEncoder):
                 raise ValueError("a forward with a cache needs `input_ids`")
             check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size, extends=extends)
             append_mask = append_mask if use_cache else None
-            skips = check_new_tokens(input_ids, attention_mask, append_mask)
+            known = check_new_tokens(input_ids, attention_mask, append_mask)
             if use_cache and (self.turbo_config if past is None else past.config).protect_special_tokens:
-                specials = most_specials(input_ids, append_mask, self.protected_ids)
+                known = known._replace(specials=most_specials(input_ids, append_mask, self.protected_ids))
         if token_counts is not None and input_ids is not None:
             check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:
@@ -225,8 +226,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
             self._here(append_mask),
             row_lengths,
             self._here(chains),
-            skips,
-            specials,
+            known,
             options,
         )
         cache = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
 from esm_turbo.files.identity import model_identity, seen_attention, seen_code
+from esm_turbo.kv.append import NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 # Options of a forward that packed tokens support.
 _PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states"}
+_FEW_SPECIALS = NewTokens(specials=PROTECTED_SLOTS)
 
 
 class Executor:
@@ -107,12 +109,12 @@ class Executor:
         ids, attention_mask, positions = inputs.ids, inputs.attention_mask, inputs.position_ids
         mask = token_mask(ids, attention_mask)
         keep, stored_positions = mask if inputs.append_mask is None else inputs.append_mask, positions
-        if inputs.skips and positions is None:
+        if inputs.known.skips and positions is None:
             stored_positions = torch.arange(mask.shape[1], device=mask.device)
         plan = self._new_plan(inputs)
         plan.attention_mask, plan.positions, plan.cache = attention_mask, positions, cache
         plan.append = cache.plan_append(
-            ids, keep, stored_positions, self.encoder.protected_ids, inputs.chains, inputs.specials
+            ids, keep, stored_positions, self.encoder.protected_ids, inputs.chains, inputs.known
         )
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         if inputs.token_counts is not None:
@@ -161,10 +163,10 @@ class Executor:
         embeddings = self._embed(ids, new_mask, counts, chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
-            stored_positions = positions if inputs.skips else inputs.position_ids
+            stored_positions = positions if inputs.known.skips else inputs.position_ids
             plan.cache = cache
             plan.append = cache.plan_append(
-                ids, keep, stored_positions, self.encoder.protected_ids, chains, inputs.specials
+                ids, keep, stored_positions, self.encoder.protected_ids, chains, inputs.known
             )
         seen = None if attention_mask is None else new_mask
         visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
@@ -387,7 +389,7 @@ class Executor:
             return None
         if inputs.position_ids is not None or inputs.append_mask is not None or not inputs.is_plain:
             return None
-        if inputs.specials > PROTECTED_SLOTS:
+        if (inputs.known.specials or 0) > PROTECTED_SLOTS:
             return None
         if not self.encoder.packs or self.encoder.dtype not in PACKED_DTYPES:
             return None
@@ -411,7 +413,7 @@ class Executor:
         mask = token_mask(inputs.ids, inputs.attention_mask)
         plan = self._new_plan(inputs)
         plan.cache, plan.packing = cache, packing
-        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.protected_ids, specials=PROTECTED_SLOTS)
+        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.protected_ids, known=_FEW_SPECIALS)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         plan.embeddings = self._embed(inputs.ids, mask, inputs.token_counts, None)
         return self.run(plan)

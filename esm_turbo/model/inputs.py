@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
+from esm_turbo.kv.append import NewTokens
 from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 from esm_turbo.model.pooled import PooledContexts
 
@@ -80,7 +81,7 @@ def most_specials(input_ids: Tensor, append_mask: Tensor | None, special_ids: Se
     return int(special.sum(1).max())
 
 
-def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_mask: Tensor | None) -> bool:
+def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_mask: Tensor | None) -> NewTokens:
     """Check which tokens are real, and which of them a cache is to store; a device is waited for.
 
     Args:
@@ -88,31 +89,28 @@ def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_ma
         attention_mask: as of `check_inputs`; columns before the last n are of a past.
         append_mask: tokens to store; None for all real ones.
 
-    Returns:
-        Whether a token is left out before one that is stored, which stays at the position where it was computed.
-
     Raises:
         ValueError: the mask is not padded on the right, or `append_mask` has another shape or dtype, or keeps padding.
     """
     if attention_mask is None and append_mask is None:
-        return False
+        return NewTokens()
     shape = input_ids.shape
     mask = torch.ones(shape) if attention_mask is None else on_host(attention_mask)
     if mask is None:
-        return append_mask is not None
+        return NewTokens(append_mask is not None, maybe_empty=True)
     mask = mask[:, -shape[1] :] != 0
     if bool((gaps := has_gaps(mask)).any()):
         row = int(gaps.nonzero()[0])
         raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")
     if append_mask is None:
-        return False
+        return NewTokens(maybe_empty=not bool(mask.any(1).all()))
     if append_mask.shape != shape or append_mask.dtype != torch.bool:
         raise ValueError(f"`append_mask` must be bool {list(shape)}, got {append_mask.dtype} {list(append_mask.shape)}")
     if (keep := on_host(append_mask)) is None:
-        return True
+        return NewTokens(skips=True, maybe_empty=True)
     if mask.shape == shape and bool((keep & ~mask).any()):
         raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
-    return bool(has_gaps(keep).any())
+    return NewTokens(bool(has_gaps(keep).any()), not bool(keep.any(1).all()))
 
 
 def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, contexts: int) -> RowIndex:

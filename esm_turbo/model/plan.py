@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.kv.append import Append
+from esm_turbo.kv.append import NO_GAPS, Append, NewTokens
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.packing import Attend, Packing
 from esm_turbo.model.sequences import SequenceBounds
@@ -60,8 +60,7 @@ class ForwardInputs:
     """The arguments of `CachedModel.forward`, where they are explained.
 
     Attributes:
-        skips: whether `append_mask` leaves out a token before one that is stored.
-        specials: most tokens that any row stores that are to be protected.
+        known: what the host knows of the tokens that a cache is to store.
         options: the library's further arguments.
     """
 
@@ -75,8 +74,7 @@ class ForwardInputs:
     append_mask: Tensor | None = None
     row_lengths: Sequence[int] | None = None
     chains: Tensor | None = None
-    skips: bool = False
-    specials: int = 0
+    known: NewTokens = NO_GAPS
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -215,4 +215,4 @@ def test_a_cache_under_grad(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> 
 )
 def test_tokens_left_out_before_others_are_found(keep: list[list[int]], skips: bool) -> None:
     """Only then are positions stored, which a device keeps, and steps of generation are to know beforehand."""
-    assert check_new_tokens(NEW, None, torch.tensor(keep).bool()) is skips
+    assert check_new_tokens(NEW, None, torch.tensor(keep).bool()).skips is skips
