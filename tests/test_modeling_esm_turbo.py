@@ -410,3 +410,15 @@ def test_tasks_refuse_contexts_of_a_changed_model(turbo: TurboEsm, preset: str) 
     ):
         with pytest.raises(ValueError, match="the weights differ"):
             task()
+
+
+@torch.no_grad()
+def test_masks_of_padding_are_not_counted_in_a_context(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    """The library counts them for token dropout, so that a context would not be that of its tokens."""
+    model, ids = tiny_model(preset="exact"), random_ids([6])[0]
+    padded, mask = torch.cat([ids, torch.full((1, 3), MASK)], 1), torch.tensor([[1] * 6 + [0] * 3])
+    alone, found = model(ids, use_cache=True), model(padded, mask, use_cache=True)
+    assert (found.logits[:, :6] - alone.logits).abs().max() <= 2e-5
+    new = random_ids([3], seed=1)[0]
+    extended = [model(new, past_key_values=one.past_key_values).logits for one in (alone, found)]
+    assert (extended[0] - extended[1]).abs().max() <= 2e-5

@@ -25,7 +25,7 @@ from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.growth import Growth, StepKind
-from esm_turbo.model.inputs import check_counts, check_inputs, check_new_tokens, most_specials
+from esm_turbo.model.inputs import check_counts, check_inputs, check_lengths, check_new_tokens, most_specials
 from esm_turbo.model.plain import is_unhooked
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops.backends import KVBackend
@@ -177,7 +177,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
             token_counts: number of tokens and of masks in the whole input that this one is a part of, int64 [batch]
                 each, for token dropout; by default counted from this input, or from past and input together.
             append_mask: new tokens to append, bool [batch, n]; by default those that `attention_mask` shows.
-            row_lengths: tokens per row (the sums of `attention_mask`), where the host knows them. Without gradients, a
+            row_lengths: tokens per row, where the host knows them: the sums of `attention_mask`. Without gradients, a
                 past or `position_ids`, a float16 or bfloat16 model on CUDA then runs packed rows with fused kernels
                 (model/packed_encoder.py); in all other cases it has no effect.
             chains: number of each new token's chain, for the cache to store, integers [batch, n]; None for one chain.
@@ -208,6 +208,8 @@ class CachedModel(CacheMethods, FamilyEncoder):
             known = check_new_tokens(input_ids, attention_mask, append_mask)
             if use_cache and (self.turbo_config if past is None else past.config).protect_special_tokens:
                 known = known._replace(specials=most_specials(input_ids, append_mask, self.protected_ids))
+        if row_lengths is not None and attention_mask is not None and not extends:
+            check_lengths(row_lengths, attention_mask)
         if token_counts is not None and input_ids is not None:
             check_counts(token_counts, len(input_ids))
         if context_index is not None and not extends:

@@ -108,6 +108,10 @@ class Executor:
     def _plan_prefill(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
         ids, attention_mask, positions = inputs.ids, inputs.attention_mask, inputs.position_ids
         mask = token_mask(ids, attention_mask)
+        if attention_mask is not None and self.encoder.token_dropout:
+            # A cache is that of its tokens: the library counts masks of padding, too.
+            ids = ids.masked_fill(~mask, self.encoder.config.pad_token_id)
+            inputs = replace(inputs, input_ids=ids)
         keep, stored_positions = mask if inputs.append_mask is None else inputs.append_mask, positions
         if inputs.known.skips and positions is None:
             stored_positions = torch.arange(mask.shape[1], device=mask.device)

@@ -215,6 +215,16 @@ def check_counts(counts: tuple[Tensor, Tensor], batch_size: int) -> None:
         )
 
 
+def check_lengths(row_lengths: Sequence[int], attention_mask: Tensor) -> None:
+    """Check the numbers of tokens of a batch against its mask [batch, n], if that lies on the CPU.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if attention_mask.device.type == "cpu" and list(row_lengths) != (found := (attention_mask != 0).sum(1).tolist()):
+        raise ValueError(f"`row_lengths` {list(row_lengths)} are not the sums of `attention_mask`, {found}")
+
+
 def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
     """Check that token dropout has a scale for every row (counts on the CPU only).
 

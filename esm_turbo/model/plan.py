@@ -95,7 +95,8 @@ class ForwardInputs:
     @property
     def is_plain(self) -> bool:
         """True if the library's options ask for nothing but the last hidden states."""
-        return not {name for name, value in self.options.items() if value} - {"return_dict"}
+        asked = {name for name, value in self.options.items() if value is not None and value is not False}
+        return asked <= {"return_dict"}
 
 
 class FrozenQuery:

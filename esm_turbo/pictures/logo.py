@@ -71,18 +71,17 @@ def design_tracks(frequencies: Array, log_probs: Array, positions: Sequence[int]
 
 
 def design_frequencies(designs: Sequence[Sequence[str]]) -> Array:
-    """Share of designs that have each residue, [positions, 20] in `RESIDUE_ORDER`; of standard residues only.
+    """Share of designs that have each residue, [positions, 20] in `RESIDUE_ORDER`; X and the like have the rest.
 
     Args:
         designs: residues of each, as many of all.
     """
     residues = np.array([list(one) for one in designs])
-    counts = np.array([(residues == letter).sum(axis=0) for letter in RESIDUE_ORDER], dtype=np.float64).T
-    shares: Array = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    return shares
+    return np.array([(residues == letter).mean(axis=0) for letter in RESIDUE_ORDER]).T
 
 
 def design_entropies(frequencies: Array) -> Array:
-    """Entropy of the residues at each position, bits, [positions]."""
-    bits: Array = entr(frequencies).sum(axis=1) / np.log(2)
+    """Entropy of the residues at each position, bits, [positions]; X and the like are one more."""
+    others = (1 - frequencies.sum(axis=1)).clip(0)
+    bits: Array = (entr(frequencies).sum(axis=1) + entr(others.round(9))) / np.log(2)
     return bits

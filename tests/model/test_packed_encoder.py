@@ -300,4 +300,6 @@ def test_row_lengths_that_do_not_fit_are_refused(
 ) -> None:
     ids, mask = random_ids(LENGTHS)
     with pytest.raises(ValueError, match=r"`row_lengths` must be 4 numbers of 1 to 30"):
+        tiny_model()(ids, row_lengths=lengths)
+    with pytest.raises(ValueError, match=r"`row_lengths` .* are not the sums of `attention_mask`"):
         tiny_model()(ids, mask, row_lengths=lengths)

@@ -56,6 +56,9 @@ def test_shares_and_entropies_of_designs(designs) -> None:
     entropies = design_entropies(shares)
     assert entropies.tolist() == pytest.approx([0.0, 1.5, 0.8112781])
     assert not np.signbit(entropies).any()
+    # Nine of ten are A, and one is X.
+    shares = design_frequencies([["A"]] * 9 + [["X"]])
+    assert shares.sum() == pytest.approx(0.9) and design_entropies(shares).tolist() == pytest.approx([0.4689956])
 
 
 def test_a_sheet_compares_with_the_input(designs) -> None:
