@@ -201,7 +201,7 @@ class TurboKVCache(CacheStorage):
         most = 0
         if protects:
             # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
-            special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in protected_ids])
+            special = stored & functools.reduce(torch.logical_or, [token_ids == one for one in protected_ids])
             most = int(special.sum(1).max()) if known.specials is None else known.specials
             slots = most if self._on_cpu else max(most, min(PROTECTED_SLOTS, special.shape[1]))
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
@@ -319,12 +319,11 @@ class TurboKVCache(CacheStorage):
             slots: another upper bound of the slots in use.
         """
         self._seq_length = None
-        slots, least = self.protected_columns.shape[1] if slots is None else slots, 0
         columns = self.columns if at_most is None else min(self.columns, at_most)
         if self._on_cpu:
             columns = self.get_seq_length()
-        else:
-            least = PROTECTED_SLOTS
+        least = 0 if self._on_cpu else PROTECTED_SLOTS
+        slots = self.protected_columns.shape[1] if slots is None else slots
         if slots > least:
             slots = int((self.protected_columns >= 0).sum(1).max()) if self.batch_size else 0
         slots = max(slots, least)

@@ -204,8 +204,8 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
             attention_mask: zeros and ones, see `CachedModel.forward`.
             position_ids: global positions, [batch, n] or [1, n]; by default 0, 1, 2, ... or each row's next ones.
             sequence_id: number of each token's sequence, integers [batch, n] that never fall along a row, -1 for
-                padding, which `attention_mask` may hide as well; by default counted by `<bos>`. A device is waited for,
-                and for `input_ids`. Only without a context: new tokens are the sequence after its last.
+                padding, which `attention_mask` may hide as well; by default counted by `<bos>`. Where it or `input_ids`
+                lies on a device, it is waited for. Only without a context: new tokens are the sequence after its last.
             past_key_values: see `CachedModel.forward`.
             **kwargs: of `CachedModel.forward`, and `output_hidden_states`.
 

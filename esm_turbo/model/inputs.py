@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
-from esm_turbo.kv.append import NewTokens
+from esm_turbo.kv.append import NO_GAPS, NewTokens
 from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 from esm_turbo.model.pooled import PooledContexts
 
@@ -93,7 +93,7 @@ def check_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, append_ma
         ValueError: the mask is not padded on the right, or `append_mask` has another shape or dtype, or keeps padding.
     """
     if attention_mask is None and append_mask is None:
-        return NewTokens()
+        return NO_GAPS
     shape = input_ids.shape
     mask = torch.ones(shape) if attention_mask is None else on_host(attention_mask)
     if mask is None:
