@@ -276,7 +276,8 @@ class ContextStore:
         Args:
             turbo: the model.
             token_ids: of each row, special ones included.
-            cache: their contexts, as the model has just computed them.
+            cache: their contexts, as the model has just computed them, each in one call and without other totals; their
+                keys and values are believed.
             config: options under which they are stored.
 
         Raises:

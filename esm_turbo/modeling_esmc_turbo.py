@@ -330,7 +330,7 @@ class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
             else:
                 check_chains(sequence_id, [shape])
                 # Packed rows and captured prefills see all of their row.
-                kwargs |= {"sequence_id": sequence_id, "row_lengths": None}
+                kwargs |= {"sequence_id": self._here(sequence_id), "row_lengths": None}
                 if use_cache:
                     attention_mask = mask_of_chains(sequence_id, attention_mask)
                     cached["chains"] = sequence_id

@@ -289,6 +289,17 @@ def test_chains_are_exact(attention: str) -> None:
     assert not torch.equal(expected.logits, hf(ids, mask).logits)
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_chains_may_be_given_on_the_host(cuda_models: dict[torch.dtype, TurboEsmcForMaskedLM]) -> None:
+    ids, mask = two_chains()
+    model = cuda_models[torch.float32]
+    expected = model(ids.cuda(), mask.cuda(), sequence_id=CHAINS.cuda(), use_cache=True)
+    found = model(ids, mask, sequence_id=CHAINS, use_cache=True)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.past_key_values.chains, expected.past_key_values.chains)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("chain", [0, 1])
 @pytest.mark.parametrize("whole", [False, True], ids=["of new tokens", "of all tokens"])

@@ -14,7 +14,6 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import prefill, to_float64
 from esm_turbo.evaluate.metrics import Outputs
 from esm_turbo.evaluate.protocols import Advance, Arms, Protein
-from esm_turbo.proteins.homologs import encode_homologs
 from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
@@ -53,10 +52,8 @@ def after_homologs(
     """
     arms = Arms.of(configs, "after homologs")
     codes, model = turbo.codes, turbo.model
-    limits = model.base_model.exact_contexts
-    assert limits is not None
     for protein in proteins:
-        context = encode_homologs(codes, protein.homologs, protein.name, limits)
+        context = protein.context_ids(turbo)
         # X is left out of sequences.
         rows = masked_rows(protein.sequence.replace("X", ""), codes.mask_symbol)
         queries = [codes.whole(codes.encode(row, protein.name)) for row in rows]

@@ -67,11 +67,15 @@ def _weights(turbo: ContextModel, product: Product) -> int:
 
 @torch.no_grad()
 def whole_forwards(turbo: ContextModel, proteins: Sequence[Protein]) -> list[Outputs]:
-    """The outputs of every protein's tokens by a whole forward."""
-    found = []
+    """The outputs of every protein's tokens by a whole forward, after its homologs if it has any."""
+    codes, found = turbo.codes, []
     for protein in proteins:
-        ids = torch.tensor([protein.token_ids(turbo.codes)])
-        found.append(as_outputs(prefill(turbo.model, [], ids, torch.ones_like(ids))[0], 0, slice(None)))
+        own, context = protein.token_ids(codes), protein.context_ids(turbo)
+        rows, places = codes.present([[*context, *own], own])
+        ids = torch.tensor(rows[:1])
+        positions = None if places is None else torch.tensor(places[:1])
+        output, _ = prefill(turbo.model, [], ids, torch.ones_like(ids), positions)
+        found.append(as_outputs(output, 0, slice(-len(rows[1]), None)))
     return found
 
 
@@ -83,9 +87,10 @@ def compare_forwards(
     Raises:
         ValueError: outputs contain NaN or infinity.
     """
-    comparison = Comparison("whole forwards in two precisions")
+    comparison, codes = Comparison("whole forwards in two precisions"), turbo.codes
     for protein, before, after in zip(proteins, expected, found, strict=True):
-        special = np.isin(protein.token_ids(turbo.codes), turbo.model.base_model.special_ids)
+        [own], _ = codes.present([protein.token_ids(codes)])
+        special = np.isin(own, [*codes.before, *codes.after])
         comparison.add(protein, before, after, special)
     return comparison
 

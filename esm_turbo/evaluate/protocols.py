@@ -18,7 +18,7 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
 from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
 from esm_turbo.proteins.batches import token_batches
-from esm_turbo.proteins.homologs import SEPARATOR
+from esm_turbo.proteins.homologs import SEPARATOR, encode_homologs
 from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
@@ -60,8 +60,17 @@ class Protein:
         return len(self.sequence)
 
     def token_ids(self, codes: TokenCodes) -> list[int]:
-        """Token ids with `<cls>` and `<eos>`."""
-        return [codes.cls, *codes.encode(self.sequence, self.name), codes.eos]
+        """Token ids of the whole protein, special ones included, without its homologs."""
+        return codes.whole(codes.encode(self.sequence, self.name))
+
+    def context_ids(self, turbo: ContextModel) -> list[int]:
+        """Token ids of the homologs; empty if there are none.
+
+        Raises:
+            ValueError: one is invalid, see `encode_homologs`.
+        """
+        limits = turbo.model.base_model.exact_contexts
+        return encode_homologs(turbo.codes, self.homologs, self.name, limits) if limits and self.homologs else []
 
 
 @dataclass

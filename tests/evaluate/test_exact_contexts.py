@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 
 import pytest
@@ -45,6 +46,24 @@ def test_compression_is_the_only_error(e1: TurboEsm) -> None:
     assert 1e-7 < turbo4.kl_mean < turbo1.kl_mean / 4
     assert not found.frozen.extend and not found["turbo4"].extend
     assert "turbo4" in found.table()
+
+
+@torch.no_grad()
+def test_whole_forwards_of_two_precisions_have_the_homologs(e1: TurboEsm) -> None:
+    half = TurboEsm(copy.deepcopy(e1.model).bfloat16(), e1.tokenizer)
+    precision = half.evaluate(GIVEN, ["exact"], reference=e1).precision
+    divergence = []
+    for given in GIVEN:
+        # `<bos> 1 ... 2 <eos>` around each sequence; X is left out, and keeps its place.
+        text = [token for one in given.split(",") for token in ("<bos>", "1", *one, "2", "<eos>")]
+        places = [place for place, token in enumerate(text) if token != "X"]
+        ids = torch.tensor([e1.tokenizer.convert_tokens_to_ids([text[place] for place in places])])
+        own = slice(-2 - len(given.split(",")[-1].replace("X", "")), -2)
+        full, found = (one.model(ids, None, torch.tensor([places])).logits[0, own].double() for one in (e1, half))
+        difference = full.log_softmax(-1) - found.log_softmax(-1)
+        divergence.append((full.softmax(-1) * difference).sum(-1))
+    assert precision is not None and precision.residues.tokens == 14 + 10
+    assert precision.residues.kl_mean == pytest.approx(torch.cat(divergence).mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

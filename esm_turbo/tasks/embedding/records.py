@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
+
+# Lengths of sequences are counted and cut in characters.
+_LETTERS = re.compile(r"[^\s<*]*")
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,12 @@ def embed_records(
     Raises:
         ValueError: `out` holds embeddings made with other settings, is one file that lacks a protein, or another
             process is writing to it; an identifier has a tab or a line break, which the index cannot hold, or names two
-            sequences; or `truncation_seq_length` is not an integer of at least 1.
+            sequences, or a sequence has other characters than one per residue; or `truncation_seq_length` is not an
+            integer of at least 1.
         UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
         ImportError: h5py or pyarrow is missing.
     """
-    _check_identifiers(records)
+    _check_records(records)
     file_format = embedding_format(out, file_format)
     if names == "label" and file_format in ONE_FILE:
         raise ValueError(
@@ -217,13 +222,15 @@ def embedding_writer(
         yield OneFileWriter(kind, out, records, parts, settings, turbo, devices)
 
 
-def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
+def _check_records(records: Sequence[ProteinRecord]) -> None:
     known: dict[str, str] = {}
     for record in records:
         if any(character in record.id for character in "\t\n\r"):
             raise ValueError(f"identifier {record.id!r} has a tab or a line break; remove it")
         if known.setdefault(record.id, record.sequence) != record.sequence:
             raise ValueError(f"identifier {record.id!r} names two sequences; rename one of them")
+        if not _LETTERS.fullmatch(record.sequence):
+            raise ValueError(f"record {record.id!r}: give one letter per residue, without `<mask>`, white space or `*`")
 
 
 def _find_done(writer: FolderWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:

@@ -128,10 +128,11 @@ def test_only_the_missing_part_of_a_batch_is_computed(run, tmp_path, computed):
         torch.testing.assert_close(new["representations"][2], old["representations"][2], rtol=1e-5, atol=1e-5)
 
 
-def test_identifiers_that_the_index_cannot_hold(run, tmp_path):
+def test_records_that_cannot_be_written(run, tmp_path):
     for records, message in (
         *(([("a" + wrong, "MKT")], "has a tab or a line break") for wrong in ("\tb", "\nb", "\rb")),
         ([("a", "MKT"), ("a", "MKTA")], "identifier 'a' names two sequences"),
+        *(([("a", "MKT"), ("b", wrong)], "'b': give one letter per residue") for wrong in ("M<mask>T", "M KT", "MKT*")),
     ):
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "out", [ProteinRecord(*record) for record in records])
