@@ -86,7 +86,7 @@ class KVCalibrator:
 
     Attributes:
         n_sequences_seen_: proteins seen so far.
-        n_residues_seen_: residues seen so far.
+        n_residues_seen_: residues seen so far; where contexts are exact, the stored tokens, those around residues too.
 
     Raises:
         ValueError: the model's weights are not finite, or it is of no supported family.

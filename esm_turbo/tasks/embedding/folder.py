@@ -158,7 +158,7 @@ class EmbeddingFolder:
         names = ((identifier, f"{identifier}{suffix}") for identifier in identifiers for suffix in self.suffixes)
         if left := [identifier for identifier, name in names if name in there and name not in own[identifier]]:
             _log.warning(
-                "%s: its files named %s are of other sequences, or of another program; %s names those of these",
+                "%s: its files named %s are older, of other sequences or another program's; %s names those of these",
                 self.folder,
                 listed(list(dict.fromkeys(left))),
                 INDEX_FILE,

@@ -321,7 +321,7 @@ def test_a_label_never_takes_a_file_that_others_use(run, add, tmp_path, computed
     assert {path: path.read_bytes() for path in before} == before
     assert sum(map(len, computed)) == len({text.split()[1] for text in [*first, *later]})
     # Names that only differ in case depend on the system.
-    assert "one" not in expected or "its files named 'one' are of other sequences" in caplog.text
+    assert "one" not in expected or "its files named 'one' are older, of other sequences" in caplog.text
     # Where it is no label, the expected name is the hash of the sequence.
     names = {one: label if label in ("one", "Same") else sequence_hash(label) for one, label in expected.items()}
     assert {row[0]: row[2] for row in index_rows(out)} == {one: f"{name}.pt" for one, name in names.items()}
@@ -337,7 +337,7 @@ def test_files_of_other_programs_are_not_replaced(add, run, tmp_path, caplog, ea
     for reused in (0, 1):
         assert add(out, [record("one", "MKTAYIAK")]).reused == reused
         assert (out / "one.pt").read_text() == "of esm-extract"
-        assert "its files named 'one' are of other sequences, or of another program" in caplog.text
+        assert "its files named 'one' are older, of other sequences or another program's" in caplog.text
         caplog.clear()
     assert (out / f"{sequence_hash('MKTAYIAK')}.pt").exists()
 
