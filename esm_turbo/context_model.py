@@ -405,9 +405,9 @@ def items_of(given: Iterable[Any], noun: str) -> list[Any]:
         noun: what one of them is; the error names the argument by its plural.
 
     Raises:
-        TypeError: it is a mapping or a table, whose items are keys or names of columns.
+        TypeError: it is a mapping or a table, whose items are keys or names of columns, or a set, which has no order.
     """
-    if isinstance(given, Mapping) or hasattr(given, "columns"):
+    if isinstance(given, Mapping | set | frozenset) or hasattr(given, "columns"):
         raise TypeError(f"`{noun}s` must be a list, got {type(given).__name__}; give its values, or one of its columns")
     return list(given)
 

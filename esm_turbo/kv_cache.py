@@ -60,6 +60,8 @@ _UNCLAIMED = "the cache belongs to no model yet: call model.bind_cache(cache) fi
 class TurboKVCache(CacheStorage):
     """Keys and values of a batch of contexts, compressed.
 
+    Several threads may read one, but not while one of them changes it, which most calls refuse: give each a copy.
+
     Args:
         config: options under which the contents are stored.
         geometry: of the model.
@@ -217,7 +219,8 @@ class TurboKVCache(CacheStorage):
             if self.chains is None and self._on_cpu and not bool((stored & (chains != 0)).any()):
                 chains = None
         token_ids = token_ids.to(torch.uint8)
-        return Append(order, counts, token_ids, positions, protected, chains, protects, most, known.maybe_empty)
+        empty = known.maybe_empty
+        return Append(self.lengths, order, counts, token_ids, positions, protected, chains, protects, most, empty)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
         """Encodes one layer's keys and values of the new tokens.
@@ -272,7 +275,9 @@ class TurboKVCache(CacheStorage):
 
         Raises:
             ValueError: some layer did not run.
+            RuntimeError: another thread has changed the cache since the append was started; nothing is stored.
         """
+        self.check_unchanged(append.lengths)
         if len(append.layers) < len(self.layers):
             raise _out_of_order(len(append.layers))
         if not self.batch_size:
@@ -303,6 +308,15 @@ class TurboKVCache(CacheStorage):
         with torch.autocast(self.device.type, enabled=False):
             self._write(new, append.counts)
         self._changed(slots=slots)
+
+    def check_unchanged(self, lengths: Tensor) -> None:
+        """Check that the cache is as it was when its `lengths` were these.
+
+        Raises:
+            RuntimeError: it was changed.
+        """
+        if self.lengths is not lengths:
+            raise RuntimeError("the cache was changed during this call, by another thread: give each a copy")
 
     def _default_positions(self, columns: int) -> Tensor:
         """0, 1, 2, ... for every row, int32 [batch, columns]."""

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import ExactCodec, KVCodec
@@ -30,6 +31,7 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.identity import UNKNOWN_MODEL
 from esm_turbo.kv.tensors import axis_of
 from esm_turbo.kv_cache import FORMAT_VERSION
+from esm_turbo.model.plan import ForwardPlan
 from esm_turbo.ops.backends import TorchBackend
 from tests.helpers.codec_samples import certain_tokens
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
@@ -385,6 +387,27 @@ def test_a_cropped_cache_extends_and_grows(model: TurboEsmForMaskedLM) -> None:
         cropped = model(ids, past_key_values=cache, use_cache=True).logits
     assert (hidden - cropped).abs().max() <= 2e-5
     assert cache.lengths.tolist() == [6, 6]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_cache_that_another_thread_changes(
+    model: TurboEsmForMaskedLM, monkeypatch: pytest.MonkeyPatch, appends: bool
+) -> None:
+    ids, _ = random_ids([9])
+    cache = model(ids, use_cache=True).past_key_values
+    run = model.base_model.executor.run
+
+    def run_meanwhile(plan: ForwardPlan) -> ModelOutput:
+        monkeypatch.undo()
+        cache.crop(6)
+        model(ids[:, 4:7], past_key_values=cache, use_cache=True)
+        return run(plan)
+
+    monkeypatch.setattr(model.base_model.executor, "run", run_meanwhile)
+    with pytest.raises(RuntimeError, match="the cache was changed during this call"):
+        model(ids[:, 1:3], past_key_values=cache, use_cache=appends)
+    assert cache.lengths.tolist() == [9]
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])

@@ -235,9 +235,9 @@ def test_records_stand_for_their_sequences(turbo: TurboEsm, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["embed", "prefill", "generate", "score", "score_pairs", "score_many_variants"])
-def test_keys_and_names_of_columns_are_not_residues(turbo: TurboEsm, call: str) -> None:
+def test_keys_names_of_columns_and_sets_are_not_lists_of_residues(turbo: TurboEsm, call: str) -> None:
     table = pandas.DataFrame({"ID": ["a"], "SEQVENCE": ["MKTAY"]})
-    for given in ({"KRAS": "MKTAY"}, table):
+    for given in ({"KRAS": "MKTAY"}, table, {"MKTAY", "MKT"}, frozenset(["MKTAY"])):
         arguments = ("MKTAY", given) if call == "score" else (["MKTAY"], given) if call == "score_pairs" else (given,)
         with pytest.raises(TypeError, match="give its values, or one of its columns"):
             getattr(turbo, call)(*arguments)

@@ -123,7 +123,8 @@ def variants_report(run: VariantsRun, top: int | None) -> list[object]:
     shown = _TOP if top is None else top
     parts = [part for result in run.results for part in _variants_of(result, shown)]
     exact = any("full" in one.scores for one in run.results)
-    return parts if exact or not parts else [*parts, f"{_APPROXIMATE}; --arm full computes them exactly"]
+    # Those of exact contexts, and of a whole wild type, do not.
+    return parts if exact or not parts else [*parts, "compare ranks: single values may differ from those of --arm full"]
 
 
 def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:

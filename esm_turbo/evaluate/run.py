@@ -76,6 +76,7 @@ def evaluate(
     """
     if max_proteins is not None and max_proteins < 1:
         raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
+    extend_ks, refresh_ws = list(extend_ks), list(refresh_ws)
     for name, numbers, least in (("extend_ks", extend_ks, 1), ("refresh_ws", refresh_ws, 0)):
         if any(number < least for number in numbers):
             raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")

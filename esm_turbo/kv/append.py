@@ -32,6 +32,7 @@ class Append:
     """New tokens of a cache: encoded layer by layer (`TurboKVCache.stage`), stored all at once (`commit`).
 
     Attributes:
+        lengths: of the cache that it was started for; another tensor once that has changed.
         order: per row the new tokens that are kept, in order, then the others as padding, [batch, n].
         counts: number of tokens kept per row, [batch].
         token_ids: of the tokens as ordered, uint8 [batch, n].
@@ -45,6 +46,7 @@ class Append:
         counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
     """
 
+    lengths: Tensor
     order: Tensor
     counts: Tensor
     token_ids: Tensor

@@ -190,6 +190,7 @@ class CachedModel(CacheMethods, FamilyEncoder):
         Raises:
             ValueError: the inputs contradict each other or the cache, or a cache is used while gradients are recorded.
             TypeError: there are arguments that the family does not have, see `FamilyEncoder.options`.
+            RuntimeError: another thread changed the cache meanwhile.
         """
         asked = {name for name, value in kwargs.items() if value is not None and value is not False}
         if self.options is not None and (unknown := asked - self.options):

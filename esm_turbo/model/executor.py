@@ -204,6 +204,7 @@ class Executor:
 
         Raises:
             ValueError: the inputs contradict each other or the cache, or the cache is another model's.
+            RuntimeError: another thread changed the cache meanwhile.
         """
         if cache is not None:
             for name in ("output_attentions", "is_causal") if cache.batch_size else ():
@@ -212,12 +213,14 @@ class Executor:
             self.kv.claim(cache)
             assert cache.codec is not None
             self.kv.compile_ahead(cache.codec)
-            inputs = _checked(inputs, cache)
+            inputs, lengths = _checked(inputs, cache), cache.lengths
             replayed = (
                 self._extend_by_graph(inputs, cache) if cache.batch_size else self._prefill_by_graph(inputs, cache)
             )
-            if replayed is not None:
-                return replayed
+            output = self.run(self.plan(inputs, cache)) if replayed is None else replayed
+            if not inputs.use_cache:
+                cache.check_unchanged(lengths)
+            return output
         return self.run(self.plan(inputs, cache))
 
     def run(self, plan: ForwardPlan) -> ModelOutput:

@@ -118,8 +118,8 @@ class Lookup:
         """The error for a context for which `find_held` or `try_hold` had no room."""
         info = self.pool.info()
         return NotEnoughMemoryError(
-            f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of"
-            f" which {info['held']} contexts are held: hold fewer at a time"
+            f"the slot of a context of {context.nbytes:,} bytes does not fit into `device_bytes` of"
+            f" {info['budget']:,}, of which {info['held']} contexts are held: give more, or hold fewer at a time"
         )
 
     def clear(self) -> None:

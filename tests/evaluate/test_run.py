@@ -158,7 +158,7 @@ def test_a_reference_of_other_weights_is_refused(tiny: TurboEsm, turbo: TurboEsm
 
 def test_the_embedded_model_on_a_real_protein(turbo: TurboEsm) -> None:
     sequence = "VLSPADKTNVKAAWGKVGAHAGEYGAEALERMFLSFPTTKTYFPHFDLSHGSAQVKGHGKKVADALTNAV"
-    result = turbo.evaluate(sequence, ["paper"], extend_ks=(8,), refresh_ws=(0, 8))
+    result = turbo.evaluate(sequence, ["paper"], extend_ks=iter([8]), refresh_ws=iter([0, 8]))
     paper = result["paper"]
     assert result.provenance.model == "esm2-mini"
     assert result.frozen.leave_one_out.residues.relative_rms_error < 1e-5

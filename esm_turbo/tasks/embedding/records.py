@@ -107,6 +107,7 @@ def embed_records(
         UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
         ImportError: h5py or pyarrow is missing.
     """
+    records = list(records)
     _check_records(records)
     file_format = embedding_format(out, file_format)
     if names == "label" and file_format in ONE_FILE:

@@ -138,6 +138,7 @@ class EmbeddingRequest:
 
 def _layers(repr_layers: Sequence[int], last: int) -> tuple[int, ...]:
     """Layers numbered from 0, each once, in the requested order."""
+    repr_layers = list(repr_layers)
     if not repr_layers:
         raise ValueError("`repr_layers` must name at least one layer")
     for layer in repr_layers:

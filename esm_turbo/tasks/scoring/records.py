@@ -366,6 +366,7 @@ def score_records(
         runner: as of `score_items`, as are `plan` and `journal`.
         **options: of a `ScoreTask`.
     """
+    targets, candidates = list(targets), list(candidates)
     by_target: dict[str | None, list[int]] = {}
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)

@@ -81,6 +81,8 @@ def background_contexts(background: Background | Sequence[str], targets: int) ->
     """
     if background is not None and not isinstance(background, str):
         decoys = as_list(background, "decoy")
+        if names := [one for one in decoys if one in get_args(Background)]:
+            raise ValueError(f"a list of decoys holds residues, not names: give background={names[0]!r}")
         return "decoys", [ProteinRecord(f"decoy_{number}", one) for number, one in enumerate(decoys, start=1)]
     match check_choice("background", background, get_args(Background)):
         case "alone":

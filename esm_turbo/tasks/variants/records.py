@@ -278,6 +278,7 @@ def score_records(
         runner: as of `score_items`, as are `plan` and `journal`.
         **options: of a `VariantsTask`.
     """
+    wild_types = list(wild_types)
     own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
     for variant in variants or ():
         for identifier in own_variants if variant.protein is None else [variant.protein]:

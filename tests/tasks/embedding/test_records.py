@@ -128,6 +128,12 @@ def test_only_the_missing_part_of_a_batch_is_computed(run, tmp_path, computed):
         torch.testing.assert_close(new["representations"][2], old["representations"][2], rtol=1e-5, atol=1e-5)
 
 
+def test_records_and_layers_may_be_iterators(turbo, tmp_path):
+    request = EmbeddingRequest.of(turbo, iter([1, -1]), iter(["mean"]))
+    assert len(request.layers) == 2
+    assert embed_records(turbo, iter(proteins()[:3]), tmp_path / "out", request).written == 3
+
+
 def test_records_that_cannot_be_written(run, tmp_path):
     for records, message in (
         *(([("a" + wrong, "MKT")], "has a tab or a line break") for wrong in ("\tb", "\nb", "\rb")),

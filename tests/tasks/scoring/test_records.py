@@ -162,7 +162,7 @@ def test_every_candidate_on_its_targets_in_every_arm(turbo: TurboEsm) -> None:
 
 
 def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) -> None:
-    [result] = score_records(turbo, TARGETS[:1], CANDIDATES[:2], ["frozen", "turbo"]).results
+    [result] = score_records(turbo, iter(TARGETS[:1]), iter(CANDIDATES[:2]), ["frozen", "turbo"]).results
     assert (result.reference, set(result.agreement)) == ("frozen", {"turbo"})
 
 

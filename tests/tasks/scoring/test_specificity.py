@@ -169,6 +169,7 @@ def test_a_screen_of_four_targets_has_one_decoy(turbo: TurboEsm) -> None:
         (None, "`background` must be one of .*, got None"),
         ([], "`decoys` must hold at least one decoy"),
         ("targets", "needs several targets"),
+        (["MKT", "targets"], "a list of decoys holds residues, not names: give background='targets'"),
         (["M1K"], "1"),
         (["MK", "mk"], "the background holds no other protein than the target"),
     ],

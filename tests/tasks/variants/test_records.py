@@ -249,7 +249,7 @@ def test_parts_mask_positions_of_their_own(
 
 
 def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
-    run = score_records(turbo, [WILD_TYPE, OTHER], [MeasuredVariant("M1A", protein="wt")], ["turbo"])
+    run = score_records(turbo, iter([WILD_TYPE, OTHER]), iter([MeasuredVariant("M1A", protein="wt")]), ["turbo"])  # type: ignore[arg-type]
     assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
 
 
