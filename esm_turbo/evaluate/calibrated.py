@@ -14,7 +14,7 @@ from esm_turbo.evaluate.precision import choose_products, figures_of
 from esm_turbo.evaluate.protocols import Protein, extend_at_end, leave_one_out
 from esm_turbo.files.quality import EXPECTED, Quality
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_residues
-from esm_turbo.proteins.homologs import join_families
+from esm_turbo.proteins.homologs import SEPARATOR, join_families
 from esm_turbo.tasks.common.forwards import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
@@ -94,12 +94,17 @@ def beside_shipped(own: Sequence[ProteinRecord], has_families: bool = False) -> 
 
 
 def _measured(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -> list[Protein]:
-    """The first proteins, up to the residues to measure, without those that are or hold a part of the calibration."""
-    known = "\n".join(record.sequence for record in records)
+    """The first proteins, up to the residues to measure, without those that are or hold a part of the calibration.
+
+    Of families, neither the protein nor a homolog may.
+    """
+    calibrated = [one for record in records for one in record.sequence.split(SEPARATOR)]
+    known = "\n".join(calibrated)
     left = max(_FEWEST_MEASURED, sum(len(record.sequence) for record in records) // _CALIBRATED_PER_MEASURED)
     chosen: list[Protein] = []
     for record in held_out:
-        if record.sequence in known or any(one.sequence in record.sequence for one in records):
+        own = record.sequence.split(SEPARATOR)
+        if any(one in known or any(part in one for part in calibrated) for one in own):
             continue
         protein = Protein.of(record.id, record.sequence)
         left -= len(protein)

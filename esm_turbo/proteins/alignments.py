@@ -265,6 +265,8 @@ def read_homologs(
         rows = _columns(path, raw)
         rows = rows[:, rows[0] != _GAP]
         protein_row = rows[0]
+        if not len(protein_row):
+            raise FastaError(os.fspath(path), [BadRecord(ids[0], "is all lower case, which stands between columns")])
     else:
         protein_row = np.frombuffer(residues.encode(), dtype=np.uint8)
         rows, related = _aligned(residues, sequences)

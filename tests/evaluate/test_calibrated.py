@@ -57,6 +57,9 @@ def names(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -
 def test_proteins_of_the_calibration_are_not_measured(tiny: TurboEsm) -> None:
     part, whole = ProteinRecord("part", "AYIAKQRQIS"), ProteinRecord("whole", f"GG{SEEN[0].sequence}GG")
     assert names([SEEN[0], part, whole, NEW[0]], SEEN) == ["p0"]
+    shared = ProteinRecord("shared", f"{SEEN[0].sequence},{NEW[0].sequence}")
+    for records in (SEEN, [ProteinRecord("family", f"WWWWW,{SEEN[0].sequence[9:]}")]):
+        assert names([shared, NEW[0]], records) == ["p0"]
     assert tiny.calibration is not None
     assert measure_calibration(tiny, tiny.calibration, SEEN, [SEEN[0], part]) is None
 

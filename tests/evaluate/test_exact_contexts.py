@@ -93,7 +93,10 @@ def test_calibration_and_its_figures(e1: TurboEsm) -> None:
     """As `esm-turbo calibrate` runs it, on a few families."""
     records = [ProteinRecord(f"a{i}", one, "family=a") for i, one in enumerate(FAMILY)]
     calibration = calibrate_records(e1, records, presets=["turbo3"])
-    assert calibration.provenance["sequences"] == 1
+    counts = {"sequences": len(FAMILY), "residues": sum(map(len, FAMILY))}
+    about = calibration.provenance
+    assert about["classes"] == {"unknown": counts} and about["lengths"] == {"1-100": counts}
+    assert {name: about[name] for name in counts} == counts
     held_out = [ProteinRecord("b", GIVEN[1])]
     quality = measure_calibration(e1, calibration, records, held_out)
     assert quality is not None and quality.residues == 11 and not quality.freezing

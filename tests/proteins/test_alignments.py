@@ -93,6 +93,7 @@ def test_sequences_of_another_family_are_noticed(write: Write, family: HomologFa
         ("f.a3m", f">q\n{PROTEIN}\n", "f.a3m: holds the protein alone; a family needs at least one homolog"),
         ("f.fasta", f">q\n{PROTEIN}\n>r\n{PROTEIN}\n", "f.fasta: holds the protein alone"),
         ("f.a3m", A3M.replace("MKTAYI", "MKTAYL"), "record 'query': the alignment is .*: residue 6 is L, not I"),
+        ("f.a2m", f">q\n{PROTEIN.lower()}\n>r\nmkt\n", "record 'q': is all lower case, which stands between columns"),
         ("f.a3m", ">q\nMKTAYIAKQ\n>r\nMKTAYIAKQ\n", "record 'q': .*it has 9 residues, not 10"),
         ("f.a3m", A3M.replace("MKT--IAKQK", "MKT--IAKQ"), "record 'one': has 9 columns, and the first record 10"),
         ("f.a3m", A3M + ">r\nMLLNPPWFYWW\n", "record 'r': has 11 .* if it is from the alignment of another protein"),

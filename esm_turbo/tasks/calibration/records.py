@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ def first_records(records: Sequence[ProteinRecord], max_residues: int | None = N
         chosen.append(record)
     if records and not chosen:
         raise ValueError(
-            f"`max_residues` must be at least the first protein's {len(records[0].sequence)}, got {max_residues}"
+            f"`max_residues` must be at least the first protein's {_num_residues(records[0])}, got {max_residues}"
         )
     return chosen
 
@@ -178,10 +178,14 @@ def provenance(
 
     Folder names are left out, so that a shared file does not reveal local paths.
     """
+    # Those of families, one by one: a calibrator counts rows, and tokens of homologs.
+    own = [replace(record, sequence=one) for record in records for one in record.sequence.split(SEPARATOR)]
     record: dict[str, Any] = {
         "model": turbo.name,
-        "classes": counts_by(records, lambda r: r.structural_class or NO_CLASS),
-        "lengths": counts_by(sorted(records, key=lambda r: len(r.sequence)), lambda r: length_bin(len(r.sequence))),
+        "sequences": len(own),
+        "residues": sum(len(one.sequence) for one in own),
+        "classes": counts_by(own, lambda r: r.structural_class or NO_CLASS),
+        "lengths": counts_by(sorted(own, key=lambda r: len(r.sequence)), lambda r: length_bin(len(r.sequence))),
     }
     if source is not None:
         record["fasta"] = {"name": Path(source).name, "sha256": sha256_file(source)}
@@ -194,5 +198,5 @@ def counts_by(records: Iterable[ProteinRecord], key: Callable[[ProteinRecord], s
     for record in records:
         group = counts.setdefault(key(record), {"sequences": 0, "residues": 0})
         group["sequences"] += 1
-        group["residues"] += _num_residues(record)
+        group["residues"] += len(record.sequence)
     return counts
