@@ -94,7 +94,8 @@ def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, 
 
     Raises:
         TypeError: the context is not a string.
-        ValueError: a homolog is empty, too long, has a mask or a letter that is no residue, or there are too many.
+        ValueError: a homolog is empty, too long, has a mask, white space or a letter that is no residue, or there are
+            too many.
     """
     text = context.sequence if isinstance(context, ProteinRecord) else context
     if not isinstance(text, str):
@@ -103,6 +104,9 @@ def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, 
     ids: list[int] = []
     for number, homolog in enumerate(homologs, start=1):
         own = name if len(homologs) == 1 else f"{name}, homolog {number}"
+        # Two homologs in one string would be read as one.
+        if len(homolog.split()) > 1:
+            raise ValueError(f"{own}: has white space inside; remove it, or separate homologs by commas")
         residues = codes.encode(homolog, own)
         if codes.mask in residues:
             raise ValueError(f"{own}: position {residues.index(codes.mask) + 1} is a mask, which only a query may have")

@@ -73,6 +73,7 @@ def test_whole_forwards_of_two_precisions_have_the_homologs(e1: TurboEsm) -> Non
         ("MKTAY,", "lonely: holds no residues"),
         ("MK?AY,MKT", "lonely: position 3 is a mask, which only a query may have"),
         ("MKT,,MKT", "lonely, homolog 2: holds no residues"),
+        ("MKT\nMKA,MKT", "lonely: has white space inside; remove it, or separate homologs by commas"),
     ],
 )
 def test_bad_families_are_refused(e1: TurboEsm, sequence: str, message: str) -> None:
