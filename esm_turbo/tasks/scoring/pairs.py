@@ -162,7 +162,8 @@ def score(
 
     Raises:
         ValueError: the target or a candidate is empty or has a letter that is not a residue, an option is invalid, or
-            the cache is empty, has several rows or belongs to another model.
+            the cache is empty, has several rows, belongs to another model, or is no whole target that `rescore` could
+            compute.
         NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
     """
     if background == "targets":
@@ -180,6 +181,9 @@ def score(
         # As it is now: `progress` may change the caller's.
         context = copy.copy(context)
         ids = cached_target(turbo.codes, context)
+        is_whole = ids[0] == turbo.codes.cls and context.positions is None and context.chains is None
+        if rescore and not is_whole:
+            raise ValueError("`rescore` computes a whole target again, and the cache does not hold one from <cls> on")
         pair = TargetPairs(turbo.codes.decode(token for token in ids if token != turbo.codes.cls), own, context)
     else:
         [sequence] = as_list([context], "target")

@@ -146,6 +146,8 @@ def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, mini_frozen: Fr
     with torch.no_grad():
         output = exact.model(torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
     ours = exact.score(output.past_key_values, "WTCAC", refresh=4)
+    with pytest.raises(ValueError, match="`rescore` computes a whole target again, and the cache does not hold one"):
+        exact.score(output.past_key_values, "WTCAC", rescore=1)
     context = mini_frozen.run(ids, positions, total_tokens=len(ids), total_masks=0)
     expected = []
     residues = turbo.codes.encode("WTCAC", "candidate")
@@ -291,6 +293,10 @@ def test_caches_that_do_not_suit(turbo: TurboEsm) -> None:
         turbo.score(cache, CANDIDATES, arm="full")
     with pytest.raises(ValueError, match="`place` must be 'empty', got 'masked'"):
         turbo.score(cache, CANDIDATES, place="masked")
+    cut = turbo.prefill(TARGET * 4)
+    cut.drop_front(64)
+    with pytest.raises(ValueError, match="`rescore` computes a whole target again, and the cache does not hold one"):
+        turbo.score(cut, CANDIDATES, rescore=1)
     cut = turbo.prefill("M")
     cut.crop(1)
     with torch.no_grad():
