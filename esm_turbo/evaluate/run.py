@@ -91,6 +91,7 @@ def evaluate(
         return counter.advance
 
     begun, precision = exact_identity(turbo.model), None
+    begun.check_determinate()
     if reference is not None:
         own, other = (model_fingerprint(one.model.base_model) for one in (turbo, reference))
         if not same_model(own, other, rounded=True):

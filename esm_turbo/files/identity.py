@@ -138,17 +138,25 @@ class ModelIdentity:
         random = self.dropout or model.dropout
         return f"dropout is active in {random}" if random else "it was copied" if self.foreign else ""
 
+    def check_determinate(self) -> None:
+        """Make sure that the model computes the same each time.
+
+        Raises:
+            ValueError: dropout is active.
+        """
+        if self.dropout:
+            raise ValueError(
+                f"the model is in training mode, with dropout in {self.dropout}: what it computes is random; call"
+                " .eval() on the model first"
+            )
+
     def check_lasting(self) -> None:
         """Make sure that what the model computes may be used after the call that computed it.
 
         Raises:
-            ValueError: dropout is active, or unknown code runs.
+            ValueError: as of `check_determinate`, or unknown code runs.
         """
-        if self.dropout:
-            raise ValueError(
-                f"the model is in training mode, with dropout in {self.dropout}: what it computes is random, and may"
-                " not be kept; call .eval() on the model first"
-            )
+        self.check_determinate()
         if self.foreign:
             raise ValueError(
                 f"{self.foreign} is not code of a known library, so that nothing tells whether contexts are of the"

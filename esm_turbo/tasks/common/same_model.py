@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, same_codec
-from esm_turbo.files.identity import ModelIdentity, exact_identity, seen_foreign
+from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_foreign
 from esm_turbo.files.model_contents import version_of
 from esm_turbo.model.plain import tree_of
 from esm_turbo.tasks.common.forwards import default_config
@@ -61,17 +61,19 @@ def run_on_model(
 
 @contextmanager
 def call_on(turbo: ContextModel) -> Iterator[None]:
-    """A call whose results are of one preset, one calibration and, as far as counters of writes tell, the same weights.
+    """A call whose results are of one preset, one calibration and, as far as `model_identity` tells, the same model.
 
     Raises:
-        ValueError: weights were written or replaced meanwhile.
+        ValueError: dropout is active, or the model, or weights of its head, changed meanwhile.
     """
-    weights = tree_of(turbo.model).held()
-    before = [*map(version_of, weights)]
-    with turbo.model.base_model.kv.in_call():
+    encoder, weights = turbo.model.base_model, tree_of(turbo.model).held()
+    begun, before = model_identity(encoder, sampled=False), [*map(version_of, weights)]
+    begun.check_determinate()
+    with encoder.kv.in_call():
         yield
     after = tree_of(turbo.model).held()
-    if [*map(id, after)] != [*map(id, weights)] or [*map(version_of, after)] != before:
+    same = [*map(id, after)] == [*map(id, weights)] and [*map(version_of, after)] == before
+    if not same or begun.difference(model_identity(encoder, sampled=False)):
         raise ValueError("the model has changed during the call, and its results are not of one model: call again")
 
 

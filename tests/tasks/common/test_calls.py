@@ -41,18 +41,32 @@ def dev_set(count: int) -> tuple[list[str], list[str]]:
     return list(targets)[:count], list(dict.fromkeys(row["Sequence"] for row in rows))[:count]
 
 
-def _write(parameter: torch.nn.Parameter) -> None:
+def _write(model: TurboEsmForMaskedLM) -> None:
     with torch.no_grad():
-        parameter.add_(1)
+        model.esm.encoder.layer[0].output.dense.bias.add_(1)
 
 
-def _train(parameter: torch.nn.Parameter) -> None:
+def _train(model: TurboEsmForMaskedLM) -> None:
     """By an optimizer that counts no write."""
+    parameter = model.esm.encoder.layer[0].output.dense.bias
     parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD([parameter], lr=1.0, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [_write, _train])
+def _set(model: TurboEsmForMaskedLM) -> None:
+    model.esm.encoder.layer[0].LayerNorm.eps = 0.1
+
+
+def _hook(model: TurboEsmForMaskedLM) -> None:
+    model.esm.encoder.layer[0].register_forward_hook(lambda *_: None)
+
+
+def _drop(model: TurboEsmForMaskedLM) -> None:
+    model.esm.embeddings.dropout.p = 0.1
+    model.train()
+
+
+@pytest.mark.parametrize("change", [_write, _train, torch.nn.Module.bfloat16, _set, _hook, _drop])
 @pytest.mark.parametrize(
     "call",
     [
@@ -63,16 +77,33 @@ def _train(parameter: torch.nn.Parameter) -> None:
     ],
 )
 def test_no_call_mixes_results_of_two_models(
-    turbo: TurboEsm, call: Callable[[TurboEsm, Any], object], change: Callable[[torch.nn.Parameter], None]
+    turbo: TurboEsm, call: Callable[[TurboEsm, Any], object], change: Callable[[TurboEsmForMaskedLM], object]
 ) -> None:
     changing = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
 
     def progress(*_: object) -> None:
         # As another thread might that trains the model.
-        change(changing.model.esm.encoder.layer[0].output.dense.bias)
+        change(changing.model)
 
     with pytest.raises(ValueError, match="the model has changed during the call"):
         call(changing, progress)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda turbo: turbo.score(TARGETS[0], CANDIDATES, arm="full"),
+        lambda turbo: turbo.score_variants(PROTEINS[0], VARIANTS[0], arm="full"),
+        lambda turbo: turbo.embed(PROTEINS),
+        lambda turbo: turbo.generate(PROTEINS[:1], max_new_tokens=1),
+        lambda turbo: turbo.evaluate(PROTEINS[:1], ["exact"]),
+    ],
+)
+def test_no_call_gives_random_numbers(turbo: TurboEsm, call: Callable[[TurboEsm], object]) -> None:
+    training = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    _drop(training.model)
+    with pytest.raises(ValueError, match=r"with dropout in .*: what it computes is random; call .eval\(\)"):
+        call(training)
 
 
 @pytest.mark.parametrize("change", [lambda cache: cache.crop(3), lambda cache: cache.reset()])
