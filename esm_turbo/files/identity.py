@@ -28,6 +28,7 @@ from torch.nn.modules import module as torch_module
 from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes, misplaced_layer
 from esm_turbo.files.model_contents import (
     MODEL_ID,
+    VERSION,
     containers,
     dropping_module,
     held_tensors,
@@ -59,8 +60,6 @@ __all__ = [
 
 _KEPT_AS = "_seen_model"
 _OWNED = weakref.WeakSet[Any]()
-# As `operator.attrgetter` would, but without a search in the classes of each tensor.
-_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Gathered(Protocol):
@@ -424,7 +423,7 @@ class _Seen:
             [*map(len, self.filled)],
             [*map(len, self.own)],
             [*map(len, self.spaces)],
-            [*map(_VERSION, self.counting)],
+            [*map(VERSION, self.counting)],
             steps_of(self.tensors),
             [*map(Tensor.data_ptr, self.tensors)],
             [*map(type, self.modules)],

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 __all__ = [
     "MODEL_ID",
     "OWN_OF_MODULE",
+    "VERSION",
     "containers",
     "dropping_module",
     "held_tensors",
@@ -29,9 +30,12 @@ __all__ = [
     "refuse_packed",
     "steps_of",
     "version_of",
+    "versions_of",
     "watched_values",
 ]
 
+VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
+"""Reads `_version` as `operator.attrgetter` would, but without a search in the classes of each tensor."""
 MODEL_ID = "model_id"
 """Attribute of an encoder by which a user names what runs, where it cannot be identified."""
 OWN_OF_MODULE = frozenset(nn.Module().__dict__)
@@ -110,6 +114,14 @@ def refuse_offloaded(parameters: Iterable[tuple[str, Tensor]]) -> None:
 def version_of(tensor: Tensor) -> int:
     """Number of in-place changes of a tensor; an inference tensor counts none but those by optimizers."""
     return _STEPS.get(id(tensor), 0) + (0 if tensor.is_inference() else tensor._version)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int | None]]:
+    """As `version_of`, of many tensors in C: numbers of in-place changes, and of those by optimizers."""
+    try:
+        return [*map(VERSION, tensors)], steps_of(tensors)
+    except RuntimeError:
+        return [*map(version_of, tensors)], []
 
 
 def steps_of(tensors: Sequence[Tensor]) -> list[int | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.model.spread import ToWeights
 
+_TRAINING = operator.itemgetter("training")
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -90,6 +91,10 @@ class _Tree:
         """All parameters and buffers."""
         held = chain.from_iterable([state[name].values() for state, name in self.holders])
         return [x for x in held if x is not None]
+
+    def modes(self) -> list[bool]:
+        """Whether each module is in training mode."""
+        return [*map(_TRAINING, self.states)]
 
     def epsilons(self) -> list[float | None]:
         """What norms add to variances; None for other modules."""

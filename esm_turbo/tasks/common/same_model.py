@@ -6,6 +6,7 @@ which holds no code: functions that a program has replaced are the library's aga
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from esm_turbo.config import TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, same_codec
 from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_foreign
-from esm_turbo.files.model_contents import version_of
+from esm_turbo.files.model_contents import versions_of
 from esm_turbo.model.plain import tree_of
 from esm_turbo.tasks.common.forwards import default_config
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
@@ -27,6 +28,7 @@ __all__ = ["call_on", "refuse_changed", "run_on_model"]
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
+_DTYPE = operator.attrgetter("dtype")
 
 
 def run_on_model(
@@ -49,7 +51,7 @@ def run_on_model(
     Raises:
         ValueError: as of `refuse_changed`.
     """
-    with call_on(turbo):
+    with call_on(turbo, progress):
         alone = isinstance(runner, InProcessRunner)
         if not alone:
             task = _OnSameModel(task, _RunModel.of(turbo, begun))
@@ -60,20 +62,33 @@ def run_on_model(
 
 
 @contextmanager
-def call_on(turbo: ContextModel) -> Iterator[None]:
-    """A call whose results are of one preset, one calibration and, as far as `model_identity` tells, the same model.
+def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[None]:
+    """A call whose results are of one preset, one calibration and one model.
+
+    Weights and their dtypes are compared, as far as counters of writes tell; where code of the caller runs in between,
+    all that `model_identity` compares.
+
+    Args:
+        turbo: the model.
+        progress: of the call, which may change the model.
 
     Raises:
-        ValueError: dropout is active, or the model, or weights of its head, changed meanwhile.
+        ValueError: dropout is active, or the model changed meanwhile.
     """
-    encoder, weights = turbo.model.base_model, tree_of(turbo.model).held()
-    begun, before = model_identity(encoder, sampled=False), [*map(version_of, weights)]
-    begun.check_determinate()
+    encoder, tree = turbo.model.base_model, tree_of(turbo.model)
+    # A look at all takes longer than a token's forward.
+    looks = progress is not None or any(tree.modes())
+    begun = model_identity(encoder, sampled=False) if looks else None
+    if begun is not None:
+        begun.check_determinate()
+    # Kept here: others might get the addresses of freed ones.
+    weights = tree.held()
+    before = versions_of(weights), [*map(_DTYPE, weights)]
     with encoder.kv.in_call():
         yield
     after = tree_of(turbo.model).held()
-    same = [*map(id, after)] == [*map(id, weights)] and [*map(version_of, after)] == before
-    if not same or begun.difference(model_identity(encoder, sampled=False)):
+    changed = [*map(id, after)] != [*map(id, weights)] or (versions_of(after), [*map(_DTYPE, after)]) != before
+    if changed or (begun is not None and begun.difference(model_identity(encoder, sampled=False))):
         raise ValueError("the model has changed during the call, and its results are not of one model: call again")
 
 

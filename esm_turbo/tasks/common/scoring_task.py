@@ -229,7 +229,7 @@ def score_item(
     rows = task.rows(turbo, item, arm)
     run = task.row_run(turbo, [rows], arm)
     counter = StageProgress(progress, "score", sum(group.predictions for group in rows.groups))
-    with call_on(turbo):
+    with call_on(turbo, progress):
         [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
     if isinstance(found, Exception):
         raise found

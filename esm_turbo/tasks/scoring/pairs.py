@@ -188,7 +188,7 @@ def score(
     else:
         [sequence] = as_list([context], "target")
         pair = TargetPairs(sequence, own)
-    with call_on(turbo):
+    with call_on(turbo, progress):
         return _ranked(turbo, task, [pair], background, rescore, sort_by, progress, alone=True)[0]
 
 
@@ -234,7 +234,7 @@ def score_pairs(
     pairs = _pairs(as_list(targets, "target"), candidates)
     for number, one in enumerate(pairs):
         check_candidates(turbo.codes, one.candidates, unknown_residues, f" of target {number}")
-    with call_on(turbo):
+    with call_on(turbo, progress):
         return _ranked(turbo, task, pairs, background, rescore, sort_by, progress, turbo.runner(devices))
 
 
