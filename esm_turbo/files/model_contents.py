@@ -119,7 +119,8 @@ def version_of(tensor: Tensor) -> int:
 def versions_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int | None]]:
     """As `version_of`, of many tensors in C: numbers of in-place changes, and of those by optimizers."""
     try:
-        return [*map(VERSION, tensors)], steps_of(tensors)
+        # Another model's first step is none of these.
+        return [*map(VERSION, tensors)], steps_of(tensors) or [None] * len(tensors)
     except RuntimeError:
         return [*map(version_of, tensors)], []
 

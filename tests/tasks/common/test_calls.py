@@ -15,6 +15,7 @@ import torch
 from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, TurboKVCache, embed_records
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.files import model_contents
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.common import forwards, memory, row_engine
@@ -87,6 +88,18 @@ def test_no_call_mixes_results_of_two_models(
 
     with pytest.raises(ValueError, match="the model has changed during the call"):
         call(changing, progress)
+
+
+def test_another_model_may_be_trained_during_a_call(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_contents, "_STEPS", {})
+    other = torch.nn.Parameter(torch.ones(2))
+
+    def progress(*_: object) -> None:
+        other.grad = torch.ones_like(other)
+        torch.optim.SGD([other], lr=1.0).step()
+
+    assert turbo.score(TARGETS[0], CANDIDATES, arm="full", progress=progress).scores
+    assert model_contents._STEPS
 
 
 @pytest.mark.parametrize(
