@@ -83,7 +83,7 @@ def join_families(records: Iterable[ProteinRecord]) -> list[ProteinRecord]:
     joined = [record for record in joined if SEPARATOR in record.sequence]
     if not joined:
         raise ValueError(
-            "there are no families of homologs, which exact contexts are calibrated on: the headers of their sequences"
+            "there are no families of homologs, which exact contexts are measured on: the headers of their sequences"
             " must say `family=NAME`"
         )
     return joined

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated
 
-from esm_turbo.assets import evaluation_proteins, named_proteins
+from esm_turbo.assets import evaluation_families, evaluation_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, width
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import (
@@ -20,6 +20,7 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
+from esm_turbo.proteins.homologs import join_families
 
 
 def evaluate(
@@ -43,9 +44,10 @@ def evaluate(
     alone, leaves that part out.
 
     Args:
-        proteins: FASTA file, plain or gzip; shipped for the 200 CATH domains that are shipped with the program.
+        proteins: FASTA file, plain or gzip, for E1 with `family=NAME` in its headers; shipped for the 200 CATH domains,
+            or families of homologs, that are shipped with the program.
         preset: Presets to evaluate; all for every preset, including the codecs for comparison.
-        max_proteins: Evaluate only the first N proteins of the file.
+        max_proteins: Evaluate only the first N proteins, or families, of the file.
         extend_ks: Numbers of new residues at the end of a context.
         refresh_ws: Numbers of residues at the end of the context that are recomputed with the new ones.
     """
@@ -55,10 +57,13 @@ def evaluate(
         if name != "all":
             TurboConfig.from_preset(name)
     check_minimum(1, max_proteins=max_proteins)
-    proteins = named_proteins(proteins, evaluation_proteins)
-    records = read_fasta_strict(proteins, **asdict(letters))[:max_proteins]
+    path = named_proteins(proteins, evaluation_proteins)
+    records = read_fasta_strict(path, **asdict(letters))
     check_plot(plot)
     turbo = load_model(model, backend=backend)
+    if turbo.model.base_model.exact_contexts is not None:
+        records = join_families(records if path == proteins else read_fasta_strict(evaluation_families()))
+    records = records[:max_proteins]
     reference = None
     if model.precision is not None:
         reference = load_model(replace(model, precision=None, dtype="bfloat16"), backend=backend)

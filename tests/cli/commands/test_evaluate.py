@@ -3,6 +3,7 @@
 import json
 
 from esm_turbo.config import COMPARISON_PRESETS, PRESETS
+from tests.helpers.models import E1_MINI
 
 
 def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
@@ -30,3 +31,17 @@ def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration):
     for name in COMPARISON_PRESETS:
         # Leave-one-out and extension; memory shows the name alone.
         assert result.out.count(f"{name} - frozen") == 2
+
+
+def test_families_of_e1(esm, write):
+    options = ["--model", E1_MINI, "--preset", "exact", "--json", "-"]
+    fasta = write(
+        "families.fasta", ">a family=1\nMKTAYIAK\n>x\nMK\n>b family=1\nMKTAYIAR\n>c family=2\nMK\n>d family=2\nMR\n"
+    )
+    for given, number, residues in ((fasta, 1, 8), (fasta, 9, 10), ("shipped", 1, None)):
+        result = esm("evaluate", given, *options, "--max-proteins", str(number))
+        about = json.loads(result.out)["provenance"]
+        assert result.code == 0 and about["proteins"] == min(number, 2)
+        assert residues is None or about["residues"] == residues
+    result = esm("evaluate", write("alone.fasta", ">a\nMKTAYIAK\n"), *options)
+    assert result.code == 2 and "there are no families of homologs" in result.err
