@@ -60,7 +60,7 @@ _UNCLAIMED = "the cache belongs to no model yet: call model.bind_cache(cache) fi
 class TurboKVCache(CacheStorage):
     """Keys and values of a batch of contexts, compressed.
 
-    Several threads may read one, but not while one of them changes it, which most calls refuse: give each a copy.
+    Several threads may read one, but not while one of them changes it: give each a copy.
 
     Args:
         config: options under which the contents are stored.
@@ -275,7 +275,7 @@ class TurboKVCache(CacheStorage):
 
         Raises:
             ValueError: some layer did not run.
-            RuntimeError: another thread has changed the cache since the append was started; nothing is stored.
+            RuntimeError: another thread has changed the cache since the append was started.
         """
         self.check_unchanged(append.lengths)
         if len(append.layers) < len(self.layers):

@@ -178,15 +178,15 @@ def provenance(
 
     Folder names are left out, so that a shared file does not reveal local paths.
     """
-    # Those of families, one by one: a calibrator counts rows, and tokens of homologs.
     own = [replace(record, sequence=one) for record in records for one in record.sequence.split(SEPARATOR)]
     record: dict[str, Any] = {
         "model": turbo.name,
-        "sequences": len(own),
-        "residues": sum(len(one.sequence) for one in own),
         "classes": counts_by(own, lambda r: r.structural_class or NO_CLASS),
         "lengths": counts_by(sorted(own, key=lambda r: len(r.sequence)), lambda r: length_bin(len(r.sequence))),
     }
+    if turbo.model.base_model.exact_contexts is not None:
+        # A calibrator counts rows, and tokens of homologs.
+        record |= {"sequences": len(own), "residues": sum(len(one.sequence) for one in own)}
     if source is not None:
         record["fasta"] = {"name": Path(source).name, "sha256": sha256_file(source)}
     return record

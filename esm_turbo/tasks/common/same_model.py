@@ -88,7 +88,8 @@ def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[N
         yield
     after = tree_of(turbo.model).held()
     changed = [*map(id, after)] != [*map(id, weights)] or (versions_of(after), [*map(_DTYPE, after)]) != before
-    if changed or (begun is not None and begun.difference(model_identity(encoder, sampled=False))):
+    # By value: threads that look at a model at once see it as objects of their own.
+    if changed or (begun is not None and begun != model_identity(encoder, sampled=False)):
         raise ValueError("the model has changed during the call, and its results are not of one model: call again")
 
 
