@@ -20,7 +20,6 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
-from esm_turbo.proteins.homologs import join_families
 
 
 def evaluate(
@@ -61,6 +60,8 @@ def evaluate(
     records = read_fasta_strict(path, **asdict(letters))
     check_plot(plot)
     turbo = load_model(model, backend=backend)
+    from esm_turbo.proteins.homologs import join_families
+
     if turbo.model.base_model.exact_contexts is not None:
         records = join_families(records if path == proteins else read_fasta_strict(evaluation_families()))
     records = records[:max_proteins]
