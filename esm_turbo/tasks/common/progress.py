@@ -54,20 +54,21 @@ class StageProgress:
 
 def part_of(
     progress: Progress | None, *, stage: str | None = None, name: str = "", start: int = 0, total: int | None = None
-) -> Progress:
+) -> Progress | None:
     """The callback for a run that is part of a longer one.
 
     Args:
-        progress: the longer run's callback; None reports to nobody.
+        progress: the longer run's callback; with None there is none for the part.
         stage: name to report in place of the part's own.
         name: of the part, which begins those of its stages.
         start: units that were done before the part.
         total: units of the longer run; None keeps the part's own total.
     """
-    whole = progress or silent
+    if progress is None:
+        return None
 
     def report(own_stage: str, done: int, own_total: int, /) -> None:
-        whole(name + (stage or own_stage), start + done, own_total if total is None else total)
+        progress(name + (stage or own_stage), start + done, own_total if total is None else total)
 
     return report
 
