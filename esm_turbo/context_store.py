@@ -281,8 +281,8 @@ class ContextStore:
             config: options under which they are stored.
 
         Raises:
-            ValueError: the cache holds other tokens or is stored otherwise, the model has changed since it computed
-                them, or the store belongs to another one.
+            ValueError: the cache holds other tokens, is stored otherwise or is a hold, the model has changed since it
+                computed them, or the store belongs to another one.
             FolderBusyError, OSError: as of `get_or_prefill`.
         """
         with self._mutex:
@@ -293,7 +293,8 @@ class ContextStore:
         if difference := cache.identity.difference(spec.identity):
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
         # What is written has to be computed before this returns: it may as well be waited for here.
-        if cache.config != config or not _holds(turbo, cache, token_ids):
+        in_pool = isinstance(cache, PooledContexts)
+        if in_pool or cache.config != config or not _holds(turbo, cache, token_ids):
             raise ValueError("the cache does not hold these tokens under these options; nothing was stored")
         requests = [request_of_tokens(turbo, ids) for ids in token_ids]
         rows = FlatBatch.of(cache, [one.tokens for one in requests])

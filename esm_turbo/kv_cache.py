@@ -60,7 +60,8 @@ _UNCLAIMED = "the cache belongs to no model yet: call model.bind_cache(cache) fi
 class TurboKVCache(CacheStorage):
     """Keys and values of a batch of contexts, compressed.
 
-    Several threads may read one, but not while one of them changes it: give each a copy.
+    Several threads may read one, but not while one of them changes it: give each a copy. Its tensors are its own: what
+    is written into them changes the context.
 
     Args:
         config: options under which the contents are stored.
@@ -154,7 +155,7 @@ class TurboKVCache(CacheStorage):
     def next_positions(self) -> Tensor:
         """The position after each row's last, int64 [batch]."""
         if self.positions is None:
-            return self.lengths
+            return self.lengths.clone()
         after = torch.where(self.valid(), self.positions.long() + 1, 0)
         return after.amax(dim=1) if self.columns else self.lengths
 
@@ -497,16 +498,17 @@ class TurboKVCache(CacheStorage):
         The tensors of their layers are views that are made when they are first used.
 
         Args:
-            lengths: tokens per row: those of the cache, which the caller knows.
+            lengths: tokens per row: those of the cache, which the caller knows; a device is not asked for them.
 
         Raises:
-            ValueError: no model has claimed the cache, or it has fewer rows or columns.
+            ValueError: no model has claimed the cache, it has fewer rows or columns, or on the CPU other lengths.
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
+        known = self.lengths[: len(lengths)].tolist() if self.device.type == "cpu" else lengths
         # The device would copy what lies beyond.
-        if len(lengths) > self.batch_size or max(lengths, default=0) > self.columns:
-            raise ValueError(f"{lengths} are not tokens of {self.batch_size} rows of at most {self.columns}")
+        if len(lengths) > self.batch_size or max(lengths, default=0) > self.columns or list(lengths) != list(known):
+            raise ValueError(f"{lengths} are not the tokens of {self.batch_size} rows of at most {self.columns}")
         # One for each device, where the layers of a model lie on several.
         cut = [(names, cutter(lengths)) for names, cutter in self._cutters()]
         own_at = [(rows, name, index) for names, rows in cut for index, name in enumerate(names) if name in OWN_TENSORS]

@@ -150,6 +150,8 @@ def test_contexts_are_kept_under_their_own_tokens(compressed, e1, tmp_path):
     front.drop_front(len(y[0]))
     cache = prefill_ids(compressed, row, "turbo")
     wrong = [(compressed, [ids], cache, own) for ids in ([*row[:2], 7], [*row, 7], row[:2])]
+    held = ContextStore(tmp_path / "held").hold(e1, "MKTAY")
+    wrong += [(e1, y, held, held.config)]
     wrong += [(compressed, [row, row], cache, own), (compressed, [row], cache, TurboConfig.from_preset("exact"))]
     wrong += [(e1, ids, other, other.config) for ids, other in ((x, e1.prefill("MKTAY")), (y, front))]
     for turbo, *arguments in wrong:
@@ -276,6 +278,10 @@ def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
     store = ContextStore(tmp_path)
     for one in made:
         assert_same(store.get_or_prefill(one, "MKTAYIAK"), one.prefill("MKTAYIAK"))
+        # In the memory of a device, too, where slots of one size are read by one codec.
+        with store.hold(one, "MKTAYIAK") as held:
+            expected = one.extend(one.prefill("MKTAYIAK"), "GSG").logits
+            assert (one.extend(held, "GSG").logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert len(store.info()["presets"]) == 2
 
 

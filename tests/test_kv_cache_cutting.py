@@ -189,8 +189,8 @@ def test_a_cut_row_keeps_its_own_buffer_alive_and_no_other(model: TurboEsmForMas
     assert buffers[0]() is None
 
 
-@pytest.mark.parametrize("lengths", [[3, 2, 1, 1], [3, 12, 1]])
-def test_no_more_is_cut_than_there_is(model: TurboEsmForMaskedLM, lengths: list[int]) -> None:
+@pytest.mark.parametrize("lengths", [[3, 2, 1, 1], [3, 12, 1], [9, 4]])
+def test_other_lengths_than_the_rows_are_not_cut(model: TurboEsmForMaskedLM, lengths: list[int]) -> None:
     cache = prefill(model, [9, 5, 7])
-    with pytest.raises(ValueError, match=r"are not tokens of 3 rows of at most 9$"):
+    with pytest.raises(ValueError, match=r"are not the tokens of 3 rows of at most 9$"):
         cache.cut(lengths)

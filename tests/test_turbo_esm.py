@@ -11,6 +11,8 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from Bio.Seq import Seq
+from Bio.SeqRecord import SeqRecord
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import EsmForMaskedLM, EsmTokenizer
 from transformers.utils import logging
@@ -240,6 +242,10 @@ def test_keys_names_of_columns_and_sets_are_not_lists_of_residues(turbo: TurboEs
     for given in ({"KRAS": "MKTAY"}, table, {"MKTAY", "MKT"}, frozenset(["MKTAY"])):
         arguments = ("MKTAY", given) if call == "score" else (["MKTAY"], given) if call == "score_pairs" else (given,)
         with pytest.raises(TypeError, match="give its values, or one of its columns"):
+            getattr(turbo, call)(*arguments)
+    for text in (Seq("MKTAY"), SeqRecord(Seq("MKTAY"))):
+        arguments = ("MKTAY", text) if call == "score" else (["MKTAY"], text) if call == "score_pairs" else (text,)
+        with pytest.raises(TypeError, match="must be a string, got Seq"):
             getattr(turbo, call)(*arguments)
 
 

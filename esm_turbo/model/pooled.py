@@ -52,7 +52,8 @@ class PooledContexts(TurboKVCache):
     """A batch of contexts in the slots of slabs: caches of many rows, of which some are these contexts.
 
     Extensions take it as `past_key_values`, and rows may name its contexts. It has lengths and tokens of its own, so
-    that it can be cropped, and rows selected, without a change of what lies in the slots. Nothing can be appended.
+    that it can be cropped, rows of one context alike, and rows selected, without a change of what lies in the slots.
+    Nothing can be appended.
     """
 
     slabs: Sequence[TurboKVCache] = ()
@@ -157,6 +158,11 @@ class PooledContexts(TurboKVCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise ValueError(_IN_PLACE.format("repeating rows"))
+
+    def crop(self, tokens: int | Tensor) -> None:
+        if isinstance(tokens, Tensor) and tokens.dim() and len(np.unique(self.places, axis=0)) < len(self.places):
+            raise ValueError(_IN_PLACE.format("a length for each row of one context"))
+        super().crop(tokens)
 
     def plan_append(self, *args: Any, **kwargs: Any) -> Append:
         raise ValueError(_IN_PLACE.format("an append"))

@@ -34,8 +34,8 @@ _COLUMNS = 64
 _SMALLEST, _LARGEST = 64, 8
 
 Key = tuple[str, str]
-# What slots of a size have in common: device, columns, and name, dtype and shape of their tensors.
-_Kind = tuple[torch.device, int, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
+# What slots of a size have in common: device, partition, columns, and name, dtype and shape of their tensors.
+_Kind = tuple[torch.device, str, int, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
 
 
 def slot_columns(tokens: int) -> int:
@@ -156,7 +156,7 @@ class ContextPool:
                 return False
             if self._find(key, device) is not None:
                 return True
-            slab = self._room(_kind_of(context, device))
+            slab = self._room(_kind_of(key[0], context, device))
             if slab is None:
                 return False
             number, read = slab.free.pop()
@@ -219,7 +219,7 @@ class ContextPool:
 
     def _new_slab(self, kind: _Kind, own: Sequence[_Slab]) -> _Slab | None:
         """A new slab of a kind, if there is room for a slot; `own` are those there are."""
-        device, _, tensors = kind
+        device, _, _, tensors = kind
         slot_bytes = _nbytes(tensors, 1)
         free = self.budget - self.nbytes
         wanted = min(max(sum(slab.nbytes for slab in own), self.budget // _SMALLEST), self.budget // _LARGEST, free)
@@ -281,7 +281,7 @@ class PoolHold:
 
     @torch.no_grad()
     def contexts(self, keys: Iterable[Key], spec: ContextSpec) -> PooledContexts:
-        """Contexts that are held, in any order."""
+        """Contexts of one kind that are held, in any order."""
         with self._pool._lock:
             held = {slot.key: slot for slot in self._held}
             slots = [held[key] for key in keys]
@@ -320,7 +320,7 @@ def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def _kind_of(context: FlatContext, device: torch.device) -> _Kind:
+def _kind_of(partition: str, context: FlatContext, device: torch.device) -> _Kind:
     tokens = next(part.shape[1] for part in context.parts if part.name == "token_ids")
     columns = slot_columns(tokens)
     protects = any(axis_of(part.name) is Axis.SLOT and part.name not in OWN_TENSORS for part in context.parts)
@@ -331,7 +331,7 @@ def _kind_of(context: FlatContext, device: torch.device) -> _Kind:
         if axis in sizes:
             shape[dim_of(part.name) - 1] = sizes[axis]
         tensors.append((part.name, part.dtype, tuple(shape)))
-    return device, columns, tuple(tensors)
+    return device, partition, columns, tuple(tensors)
 
 
 def _nbytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], count: int) -> int:

@@ -127,6 +127,7 @@ def test_released_contexts_are_not_read(model: TurboEsmForMaskedLM, cache: Turbo
         ("concatenating", lambda pooled, model: TurboKVCache.cat([pooled.slabs[0], pooled])),
         ("decoding", lambda pooled, model: model.esm.decoded(pooled)),
         ("cutting", lambda pooled, model: pooled.cut(LENGTHS)),
+        ("a length for each", lambda pooled, model: pooled.select([0, 0, 1]).crop(torch.tensor([3, 2, 1]))),
         ("repeating rows", lambda pooled, model: pooled.batch_repeat_interleave(2)),
         ("pickling", lambda pooled, model: pickle.dumps(pooled)),
     ],
