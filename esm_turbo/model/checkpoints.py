@@ -37,8 +37,9 @@ _CONVERT = (
 _SAME_SIZE = ({"BF16", "F16", "I16", "U16"}, {"F32", "I32", "U32"})
 
 
-# Far beyond every published model. Of positions, Hugging Face's ESM-2 makes a table, although rotary ones need none.
-_MOST = {"max_position_embeddings": 2**20}
+# Far beyond every published model, but for tokens, of which caches store one byte. Of positions, Hugging Face's ESM-2
+# makes a table, although rotary ones need none.
+_MOST = {"max_position_embeddings": 2**20, "vocab_size": 2**8}
 _MOST_NUMBERS = 2**17
 
 
@@ -96,6 +97,8 @@ class CheckpointMixin(PicklableHooksMixin):
             value, most = getattr(config, name, None), _MOST.get(name, _MOST_NUMBERS)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"`{name}` must be at most {most:,}, got {value:,}")
+        if getattr(config, "is_causal", None):
+            raise ValueError("`is_causal` must not be set: an encoder's tokens attend to what follows, too")
 
     @classmethod
     def from_esm(cls, model: PreTrainedModel, *, model_id: str | None = None, **turbo: Any) -> Self:

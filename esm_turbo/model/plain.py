@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.model.spread import ToWeights
 
-_TRAINING = operator.itemgetter("training")
+# What torch.compile wraps has that of the module within.
+_TRAINING = operator.methodcaller("get", "training")
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 

@@ -80,7 +80,7 @@ class HomologContext:
 
 @dataclass(frozen=True, eq=False)
 class HomologFamily:
-    """Homologs of a protein, aligned with it.
+    """Homologs of a protein, aligned with it. Its arrays are read-only: samples are drawn by them.
 
     Attributes:
         source: where they come from, for errors.
@@ -96,6 +96,10 @@ class HomologFamily:
     rows: npt.NDArray[np.uint8]
     protein: npt.NDArray[np.uint8]
 
+    def __post_init__(self) -> None:
+        self.rows.setflags(write=False)
+        self.protein.setflags(write=False)
+
     def __len__(self) -> int:
         """Number of homologs: sequences that are not the protein itself."""
         protein = self.protein.tobytes().decode()
@@ -108,6 +112,7 @@ class HomologFamily:
     def similarity(self) -> npt.NDArray[np.float64]:
         """Share of the protein's columns in which a sequence has its residue, [sequences]."""
         equal: npt.NDArray[np.float64] = (self.rows == self.protein).mean(axis=1)
+        equal.setflags(write=False)
         return equal
 
     @functools.cached_property
@@ -131,7 +136,9 @@ class HomologFamily:
                 has = (self.rows == letter).astype(np.float32)
                 equal += has[part] @ has.T
             counts[part] = (equal >= least).sum(axis=1)
-        return counts.clip(min=1)
+        counts.clip(min=1, out=counts)
+        counts.setflags(write=False)
+        return counts
 
     def sample(
         self,

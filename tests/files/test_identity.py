@@ -523,6 +523,18 @@ def test_compiled_modules_are_refused(turbo):
         one.score(SEQUENCE, ["GSG"], arm="frozen")
 
 
+def test_a_layer_that_torch_wraps_to_compile_it_makes_no_context(turbo):
+    one = in_turbo(make(), turbo)
+    [right] = one.embed(SEQUENCE, include=["mean"])
+    layers = one.model.esm.encoder.layer
+    layers[0] = torch.compile(layers[0], backend="eager")
+    [found] = one.embed(SEQUENCE, include=["mean"])
+    for layer, mean in right.mean_representations.items():
+        assert (found.mean_representations[layer] - mean).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match="is not code of a known library"):
+        one.prefill(SEQUENCE)
+
+
 OBJECTS = {
     "scripted": lambda slope: torch.jit.script(torch.nn.functional.leaky_relu),
     "module": torch.nn.LeakyReLU,

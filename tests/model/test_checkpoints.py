@@ -359,6 +359,8 @@ def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str,
         (lambda c: c.pop("position_embedding_type"), "an ESM model with absolute positions"),
         (lambda c: c.update(is_decoder=None), "needs an ESM-2 encoder: rotary positions, no decoder"),
         (lambda c: c.update(intermediate_size=10**8), "`intermediate_size` must be at most 131,072, got 100,000,000"),
+        (lambda c: c.update(vocab_size=446), "`vocab_size` must be at most 256, got 446"),
+        (lambda c: c.update(is_causal=True), "`is_causal` must not be set"),
         (lambda c: c.update(max_position_embeddings=2**31), "must be at most 1,048,576, got 2,147,483,648"),
         (
             lambda c: c.update(add_cross_attention=[]),

@@ -226,3 +226,9 @@ def test_contexts_for_every_budget_with_every_cap(family: HomologFamily) -> None
 def test_bad_options_are_refused(family: HomologFamily, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family.sample(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["rows", "protein", "similarity", "neighbours"])
+def test_arrays_that_samples_are_drawn_by_cannot_be_written(family: HomologFamily, name: str) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(family, name).sort()
