@@ -95,7 +95,6 @@ class TurboKVCache(CacheStorage):
         self.identity = identity
         self.codec = codec
         self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
-        self._seq_length: int | None = None
         # Whether a row may have no tokens, on a device, where counting them would force a sync.
         self._maybe_empty = False
 
@@ -157,7 +156,7 @@ class TurboKVCache(CacheStorage):
         if self.positions is None:
             return self.lengths.clone()
         after = torch.where(self.valid(), self.positions.long() + 1, 0)
-        return after.amax(dim=1) if self.columns else self.lengths
+        return after.amax(dim=1) if self.columns else self.lengths.clone()
 
     @property
     def next_chains(self) -> Tensor:
@@ -387,10 +386,10 @@ class TurboKVCache(CacheStorage):
             lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
             at_most = tokens if tokens >= 0 else max(self.columns + tokens, 0)
         self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
-        self.lengths = lengths
-        self.protected_columns = torch.where(self.protected_columns < lengths[:, None], self.protected_columns, -1).to(
-            torch.int32
-        )
+        protected = torch.where(self.protected_columns < lengths[:, None], self.protected_columns, -1).to(torch.int32)
+        self._seq_length = None
+        # At once, as an interrupt may come between two lines.
+        self.__dict__.update(lengths=lengths, protected_columns=protected)
         self._changed(at_most)
 
     def drop_front(self, tokens: int) -> None:
@@ -404,8 +403,8 @@ class TurboKVCache(CacheStorage):
             tokens: number of tokens; for a codec with blocks a multiple of its `block_size` (`front_step`).
 
         Raises:
-            ValueError: `tokens` is negative or no such multiple, or special tokens that stay need a codec and no model
-                has claimed the cache.
+            ValueError: `tokens` is negative or no such multiple, special tokens that stay need a codec and no model has
+                claimed the cache, or a position would fall below 0.
         """
         step = self.front_step
         if tokens < 0 or tokens % step:
@@ -414,17 +413,25 @@ class TurboKVCache(CacheStorage):
             return
         stays = self.protected_columns >= tokens
         blocks = codec_class(self.config).block_size is not None
-        if blocks and self.protected_columns.shape[1] and not (self._on_cpu and not bool(stays.any())):
-            self._move_protected(tokens)
-        if not blocks and self.positions is None:
-            self.positions = self._default_positions(self.columns)
         if blocks and self.positions is not None:
-            self.positions = self.positions - tokens
+            first = torch.where(self.valid(), self.positions, tokens)[:, tokens:]
+            if bool((first < tokens).any()):
+                raise ValueError(f"positions begin again behind the first {tokens} tokens, and cannot fall by as many")
+        new = dict(self.named_tensors())
+        if blocks and self.protected_columns.shape[1] and not (self._on_cpu and not bool(stays.any())):
+            new |= self._moved_protected(tokens)
+        if not blocks and self.positions is None:
+            new["positions"] = self._default_positions(self.columns)
+        if blocks and self.positions is not None:
+            new["positions"] = self.positions - tokens
         start, columns = min(tokens, self.columns), max(self.columns - tokens, 0)
-        self._map_tensors(lambda tensor, dim: tensor.narrow(dim, start, columns).contiguous(), Axis.COLUMN)
-        self.lengths = (self.lengths - tokens).clamp_min(0)
-        self.protected_columns = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
-        self._maybe_empty = True
+        for name, tensor in new.items():
+            if axis_of(name) is Axis.COLUMN:
+                new[name] = tensor.narrow(dim_of(name), start, columns).contiguous()
+        new["lengths"] = (self.lengths - tokens).clamp_min(0)
+        new["protected_columns"] = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
+        self._capacity, self._maybe_empty, self._seq_length = 0, True, None
+        self._set_tensors(new)
         self._changed()
 
     @property
@@ -432,17 +439,19 @@ class TurboKVCache(CacheStorage):
         """`drop_front` takes multiples of this."""
         return codec_class(self.config).block_size or 1
 
-    def _move_protected(self, columns: int) -> None:
-        """Rotates protected keys, which are relative to the first block, to one that begins `columns` later."""
+    def _moved_protected(self, columns: int) -> dict[str, Tensor]:
+        """Protected keys by name, which are relative to the first block, rotated to one that begins `columns` later."""
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
+        new = {}
         for index, layer in enumerate(self.layers):
             keys, values = layer.protected["keys"], layer.protected["values"]
             here = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
             # Values come back the same, up to rounding: the old ones are kept.
             moved = self.codec.inverse_transform(index, keys, values, here)
             keys, _ = self.codec.transform(index, *moved, here + columns)
-            layer.protected = {"keys": keys.to(torch.bfloat16), "values": values}
+            new[f"layers.{index}.protected.keys"] = keys.to(torch.bfloat16)
+        return new
 
     def take_over(self, other: TurboKVCache) -> None:
         """Becomes another cache of the same model and options, which must not be used any more."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS
+from esm_turbo.kv import storage
 from tests.helpers.models import MASK, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -104,6 +105,12 @@ def test_what_cannot_be_dropped(tiny_model: MakeModel, tmp_path: Path) -> None:
             cache.drop_front(tokens)
     with pytest.raises(ValueError, match="multiple of 1, and not negative"):
         prefill(tiny_model(), [10]).drop_front(-1)
+    ids, _ = random_ids([74])
+    restarting = torch.cat([torch.arange(64), torch.arange(10)])[None]
+    with torch.no_grad():
+        restarted = model(ids, None, restarting, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="positions begin again behind the first 64 tokens"):
+        restarted.drop_front(64)
     cache.save(tmp_path / "cache.safetensors")
     loaded = TurboKVCache.load(tmp_path / "cache.safetensors")
     with pytest.raises(ValueError, match="bind_cache"):
@@ -123,3 +130,28 @@ def test_dropping_nothing_and_all(tiny_model: MakeModel) -> None:
     assert cache.get_seq_length() == cache.columns == 0
     model.new_cache().drop_front(64)
     assert probe(model, cache).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.drop_front(64),
+        lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+    ],
+)
+def test_an_interrupted_change_leaves_the_cache_as_it_was(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, change: Callable[[TurboKVCache], None]
+) -> None:
+    model = tiny_model(preset="turbo3")
+    cache = prefill(model, [100, 80], eos=True)
+    expected = probe(model, cache)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            change(cache)
+    assert torch.equal(probe(model, cache), expected)

@@ -68,10 +68,13 @@ class CacheStorage(Cache):
     descriptions: dict[str, Any]
 
     def __init__(self, num_layers: int, device: torch.device | str) -> None:
-        super().__init__(layers=[TurboCacheLayer() for _ in range(num_layers)])
+        super().__init__(layers=[])
         self._unmade: _Unmade | None = None
         # Columns that this cache may write, 0 if it shares its tensors, and columns that have been written.
         self._capacity = self._written = 0
+        # Of the longest row, where it is known.
+        self._seq_length: int | None = None
+        self.layers = [TurboCacheLayer() for _ in range(num_layers)]
         self._set_tensors(no_tokens(0, device))
 
     # The attribute of the instance, once there is one, takes its place.
@@ -115,7 +118,7 @@ class CacheStorage(Cache):
             parts: of all tensors: their names, and what makes them from memory that nobody changes meanwhile.
         """
         made = self._without_tensors()
-        made._set_own(own)
+        made.__dict__.update(_own(own))
         made._unmade = _Unmade(parts, len(self.layers))
         return made
 
@@ -138,19 +141,10 @@ class CacheStorage(Cache):
         yield from layer_tensors(self.layers)
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces all tensors by those named."""
-        self._set_own(tensors)
-        for layer in self.layers:
-            layer.packed, layer.protected, layer.rows = {}, {}, {}
-        _put(self.layers, tensors.items())
-
-    def _set_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces those that no layer has."""
-        # A description refers to tensors, and would keep those that are replaced.
-        self.descriptions = {}
-        self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
-        self.protected_columns = tensors["protected_columns"]
-        self.positions, self.chains = tensors.get("positions"), tensors.get("chains")
+        """Replaces all tensors by those named, at once: what interrupts it leaves one or the other."""
+        layers = [TurboCacheLayer() for _ in self.layers]
+        _put(layers, tensors.items())
+        self.__dict__.update(_own(tensors), layers=layers)
 
     def described(self, name: str, tensors: list[Tensor], make: Callable[[], tuple[_Made, bool]]) -> _Made:
         """A description of where the tensors of this cache lie, made once while they stay the same.
@@ -172,6 +166,7 @@ class CacheStorage(Cache):
         """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
         if axis in (None, Axis.COLUMN):
             self._capacity = 0
+        self._seq_length = None
         self._set_tensors(
             {
                 name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor
@@ -267,6 +262,13 @@ class CacheStorage(Cache):
             if any(axis_of(name) is Axis.COLUMN for name in held):
                 self._capacity = 0
             self._set_tensors(dict(self.named_tensors()) | held)
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Attributes of a cache for those tensors that no layer has."""
+    # A description refers to tensors, and would keep those that are replaced.
+    own = {name: tensors[name] for name in ("lengths", "token_ids", "protected_columns")}
+    return own | {"descriptions": {}, "positions": tensors.get("positions"), "chains": tensors.get("chains")}
 
 
 def _put(layers: Sequence[TurboCacheLayer], tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -64,6 +64,7 @@ class CacheEngine:
 
     @config.setter
     def config(self, config: TurboConfig) -> None:
+        self._check_in_no_call()
         self._config = config
 
     @contextlib.contextmanager
@@ -88,6 +89,13 @@ class CacheEngine:
                 if not _CALLS[self]:
                     del _CALLS[self]
 
+    def _check_in_no_call(self) -> None:
+        if _CALLS[self]:
+            raise RuntimeError(
+                "a call with this model has not ended, and its results are of one preset and one calibration: change"
+                " them afterwards, or those of a copy of the model"
+            )
+
     def configure(
         self,
         calibration: str | os.PathLike[str] | Calibration | None,
@@ -95,11 +103,7 @@ class CacheEngine:
         backend: str | Backend,
     ) -> None:
         """See `CachedModel.set_turbo`."""
-        if _CALLS[self]:
-            raise RuntimeError(
-                "a call with this model has not ended, and its results are of one preset and one calibration: change"
-                " them afterwards, or those of a copy of the model"
-            )
+        self._check_in_no_call()
         config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
         codec_class(config)
         resolve_backend(backend, self.encoder.device)
@@ -272,7 +276,8 @@ class CacheEngine:
         """See `CachedModel.decoded`; nothing is checked, and nothing waits for a device."""
         codec = cache.codec
         assert codec is not None
-        own = {name: tensor for name, tensor in cache.named_tensors() if name in OWN_TENSORS}
+        # Copies: an append to the cache may write into its own.
+        own = {name: tensor.clone() for name, tensor in cache.named_tensors() if name in OWN_TENSORS}
         tensors = {**own, "protected_columns": cache.protected_columns[:, :0]}
         for index, layer in enumerate(cache.layers):
             context = PackedContext(

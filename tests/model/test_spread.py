@@ -96,7 +96,7 @@ def test_caches_lie_beside_their_layers(one: TurboEsm, spread_out: TurboEsm, tmp
     # Appended, selected, joined, cut and read tokens stay where they are.
     for turbo, own in ((one, expected), (spread_out, cache)):
         turbo.extend(own, PEPTIDES, append=True)
-    rows = cache.cut([10, 8])
+    rows = cache.cut(cache.lengths.tolist())
     joined = TurboKVCache.cat([rows[1], cache.select([0])])
     assert _numbers(cache) == _numbers(rows[0]) == _numbers(joined) == beside
     assert _numbers(spread_out.model.base_model.decoded(cache)) == beside
