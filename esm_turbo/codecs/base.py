@@ -141,6 +141,10 @@ class KVCodec(ABC):
         self.state = dict(state)
         self._on_device: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was made on devices, which another process has under other numbers, or not at all."""
+        return self.__dict__ | {"_on_device": {}}
+
     @cached_property
     def fingerprint(self) -> npt.NDArray[np.float32]:
         """Fingerprint by which a cache recognises the codec that wrote it."""

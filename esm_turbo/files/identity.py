@@ -284,7 +284,7 @@ def kept_digest(model: Any) -> str:
 
 
 def seen_code(model: Any) -> tuple[str, int]:
-    """Digest of the code that `model_identity` last saw, and one of the options.
+    """Digest of the code that `model_identity` last saw, and one of the options and of what rounds products.
 
     The former is empty where some of the code is unknown, or not what the library's files define, or drops values at
     random.
@@ -292,7 +292,8 @@ def seen_code(model: Any) -> tuple[str, int]:
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
     if seen is None:
         return "", 0
-    return seen.names if seen.is_plain and not active_modes() else "", int(seen.described["options"], 16)
+    names = seen.names if seen.is_plain and not active_modes() else ""
+    return names, hash((seen.described["options"], _rounding(model)))
 
 
 def seen_foreign(model: Any) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "modules_inside",
     "options",
     "own_configs",
+    "plain_values",
     "refuse_offloaded",
     "refuse_packed",
     "steps_of",
@@ -221,7 +222,7 @@ def is_plain(value: Any, *others: type) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, *others))
 
 
-def _plain_values(module: nn.Module) -> dict[str, Any]:
+def plain_values(module: nn.Module) -> dict[str, Any]:
     """Plain values that a module carries, except for those that decide nothing."""
     return {
         key: sorted(value, key=str) if isinstance(value, set | frozenset) else value
@@ -254,7 +255,7 @@ def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:
         name: {key: value for key, value in one.to_dict().items() if key not in _INERT_OPTIONS}
         for name, one in configs.items()
     }
-    return [chosen, [(name, _plain_values(module)) for name, module in named]]
+    return [chosen, [(name, plain_values(module)) for name, module in named]]
 
 
 def own_configs(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:

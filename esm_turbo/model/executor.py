@@ -348,7 +348,7 @@ class Executor:
     def addresses(self) -> tuple[int, ...] | None:
         """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None.
 
-        The last number stands for the options of modules, which graphs contain.
+        The last number stands for the options of modules and for what rounds products, which graphs contain.
         """
         if (
             not self.replays
@@ -395,6 +395,8 @@ class Executor:
         if lengths is None or list(lengths) != [ids.shape[1]] or cache.columns:
             return None
         if inputs.position_ids is not None or inputs.append_mask is not None or not inputs.is_plain:
+            return None
+        if inputs.chains is not None:
             return None
         if (inputs.known.specials or 0) > PROTECTED_SLOTS:
             return None

@@ -98,10 +98,12 @@ def _stack_in_place(parameters: Sequence[Tensor]) -> Tensor:
     on_cuda = first.device.type == "cuda"
     if on_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("weights moved while a graph was captured")
-    stacked = torch.cat([parameter.detach() for parameter in parameters])
-    if on_cuda:
-        # Other streams may read them from now on.
-        torch.cuda.synchronize(first.device)
-    for parameter, view in zip(parameters, stacked.split(sizes), strict=True):
-        parameter.data = view
+    # Within the caller's `torch.inference_mode` they would become tensors that count no writes and need no gradients.
+    with torch.inference_mode(first.is_inference()):
+        stacked = torch.cat([parameter.detach() for parameter in parameters])
+        if on_cuda:
+            # Other streams may read them from now on.
+            torch.cuda.synchronize(first.device)
+        for parameter, view in zip(parameters, stacked.split(sizes), strict=True):
+            parameter.data = view
     return stacked

@@ -1,5 +1,7 @@
 """Means, which the interface of codecs allows."""
 
+import pickle
+
 import numpy as np
 import torch
 
@@ -19,6 +21,15 @@ class Centred(LutCodec):
             torch.from_numpy(m.mean.astype(np.float32)) for m in (moments.keys, moments.values)
         )
         return state
+
+
+def test_a_pickled_codec_comes_without_what_was_made_on_devices():
+    rng = np.random.default_rng(0)
+    stats = statistics_of(correlated(rng, 316, 24), correlated(rng, 316, 24, decay=0.05))
+    codec = Centred(TurboConfig(), stats.geometry, Centred.fit(TurboConfig(), stats))
+    made = codec.layer_state(1, torch.device("cpu"))
+    assert pickle.loads(pickle.dumps(codec))._on_device == {}
+    assert codec.layer_state(1, torch.device("cpu")) is made
 
 
 def test_centred_codecs_keep_scores_and_sums():

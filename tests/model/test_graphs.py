@@ -88,6 +88,20 @@ def test_results_are_those_of_eager_calls(tiny_model: MakeModel, captures: list,
     assert len(captures) == len(pool) == 1
 
 
+@pytest.mark.parametrize("preset", ["kivi4", "qjl_outliers"])
+@torch.no_grad()
+def test_contexts_that_store_more_per_row_have_graphs_of_their_own(
+    tiny_model: MakeModel, captures: list, preset: str
+) -> None:
+    model, pool = tiny_model(preset=preset, head_dim=64), pool_without_cuda(captures)
+    for length in (10, 40):
+        cache = contexts(model, [length])
+        inputs = inputs_for(model, cache, [3])
+        found, expected = pooled(pool, model, cache, *inputs, uses=2), eager(model, cache, *inputs)
+        assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert len(pool) == 2
+
+
 @pytest.mark.parametrize("preset", ["paper", "turbo3"])
 @torch.no_grad()
 def test_rows_that_name_their_contexts_share_a_graph(tiny_model: MakeModel, captures: list, preset: str) -> None:
@@ -494,6 +508,21 @@ def test_weights_changed_between_calls(on_cuda: MakeModel) -> None:
         assert (found - first).float().abs().max() > 10 * ON_DEVICE[torch.bfloat16]
         first = found
     assert len(model.esm.executor.graphs) == 1
+
+
+@pytest.mark.gpu
+def test_what_rounds_products_changed_between_calls(on_cuda: MakeModel) -> None:
+    model, before = on_cuda(dtype=torch.float32), torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            cache = contexts(model, [30])
+            inputs = inputs_for(model, cache, [5])
+            for _ in range(3):
+                found = states(model, cache, *inputs)
+        assert_same(found, states(model, cache, *inputs, captures=False))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.gpu

@@ -118,6 +118,17 @@ def test_weights_changed_in_place_or_replaced_are_seen(tiny_model: Callable[...,
         before = after
 
 
+def test_weights_that_are_fused_in_inference_mode_can_still_be_trained(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
+    model = TurboEsmForMaskedLM.from_esm(tiny_esm())
+    ids, mask = random_ids(LENGTHS)
+    with torch.inference_mode():
+        run_packed(model.esm, ids, mask)
+    weight = model.esm.encoder.layer[0].attention.self.query.weight
+    assert not weight.is_inference()
+    model(ids, mask).logits.sum().backward()
+    assert weight.grad is not None
+
+
 def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
     model = tiny_esm()
     encoder = model.esm.encoder
