@@ -184,6 +184,9 @@ class TurboEsm(ContextModel):
         """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them.
 
         Without a calibration, one that the folder holds is removed: it was another model's.
+
+        Raises:
+            ValueError: the folder holds an adapter, which loading would merge into the saved weights.
         """
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

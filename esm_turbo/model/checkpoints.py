@@ -20,9 +20,11 @@ from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.files.model_contents import is_inside
+from esm_turbo.files.model_contents import is_inside, plain_values
+from esm_turbo.model.adapters import is_adapter
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
+from esm_turbo.model.plain import is_replaced
 from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
 
 if TYPE_CHECKING:
@@ -110,13 +112,14 @@ class CheckpointMixin(PicklableHooksMixin):
             **turbo: as in `CachedModel.set_turbo`.
 
         Raises:
-            ValueError: weights are offloaded to the CPU or a disk, or an option is wrong.
+            ValueError: the model computes something else than its class does with its configuration and weights, these
+                are offloaded to the CPU or a disk, or an option is wrong.
         """
         cls.check_config(model.config)
         with torch.device("meta"):
             converted = cls(copy.deepcopy(model.config), **cls.options_of(model))  # type: ignore[call-arg]
         for name, module in converted.named_modules():  # type: ignore[attr-defined]
-            source = model.get_submodule(name)
+            source = _as_made(model, name, module)
             module._parameters.update(source._parameters)
             module._buffers.update(source._buffers)
             module.training = source.training
@@ -264,7 +267,13 @@ class CheckpointMixin(PicklableHooksMixin):
         return state
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save as the library's class does, under the keys of published checkpoints."""
+        """Save as the library's class does, under the keys of published checkpoints.
+
+        Raises:
+            ValueError: the folder holds an adapter, which loading would merge into the saved weights.
+        """
+        if is_adapter(save_directory):
+            raise ValueError(f"{save_directory}: holds an adapter, which would be loaded again; save to another folder")
         state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
@@ -363,3 +372,31 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
+
+
+def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
+    """The submodule of a model, which computes what the one that was made by its configuration does with its weights.
+
+    Raises:
+        ValueError: there is none, or it computes something else.
+    """
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"{type(model).__name__} does not fit its configuration: {error}") from error
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    own, usual = plain_values(module), plain_values(made)
+    # The library's own layers of ESM-2 have no number.
+    options = [key for key in (own.keys() & usual.keys()) - {"layer_idx"} if own[key] != usual[key]]
+    if not isinstance(made, type(module)):
+        what = f"is a {type(module).__name__}"
+    elif not all(map(is_replaced, hooks)):
+        what = "has hooks"
+    # accelerate's moves tensors between devices.
+    elif "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        what = "has a forward of its own"
+    elif options:
+        what = f"has another {min(options)}"
+    else:
+        return module
+    raise ValueError(f"`from_esm` takes over the weights of a model, but {name or type(model).__name__} {what}")

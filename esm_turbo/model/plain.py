@@ -84,7 +84,7 @@ class _Tree:
         return (
             {self.root, *map(type, self.submodules)} <= set(allowed)
             and not any(map(operator.contains, self.states, repeat("forward")))
-            and all(map(_is_replaced, chain.from_iterable(own.values() for own in hooks)))
+            and all(map(is_replaced, chain.from_iterable(own.values() for own in hooks)))
             and all(map(Tensor.is_contiguous, held))
         )
 
@@ -102,8 +102,8 @@ class _Tree:
         return [state.get("eps") for state in self.states]
 
 
-def _is_replaced(hook: Any) -> bool:
-    """Tell whether the packed encoder does what a hook does, or need not."""
+def is_replaced(hook: Any) -> bool:
+    """Tell whether the packed encoder does what a hook does, or need not: it changes no number."""
     return type(hook) is ToWeights or changes_no_number(hook)
 
 
@@ -128,7 +128,7 @@ def changed_attention(change: str) -> ValueError:
 def is_unhooked(module: nn.Module) -> bool:
     """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return "forward" not in module.__dict__ and not has_global_hooks() and all(map(_is_replaced, hooks))
+    return "forward" not in module.__dict__ and not has_global_hooks() and all(map(is_replaced, hooks))
 
 
 def check_unhooked(model: nn.Module) -> None:

@@ -113,6 +113,8 @@ def test_its_caches_and_calibration_are_its_own(
     again = TurboEsm.from_pretrained(folder, device="cpu")
     assert again.calibration is not None and again.prefill(SEQUENCE).config.name == "turbo3"
     assert TurboEsm.from_pretrained(folder, calibration=False, device="cpu").calibration is None
+    with pytest.raises(ValueError, match="holds an adapter, which would be loaded again"):
+        again.save_pretrained(folder)
     # Saved, it is a model of its own.
     again.save_pretrained(tmp_path / "merged")
     merged = TurboEsm.from_pretrained(tmp_path / "merged", device="cpu")

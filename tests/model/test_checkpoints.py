@@ -91,6 +91,30 @@ def test_save_pretrained_of_the_base_model(tmp_path: Path) -> None:
             assert torch.equal(loaded(ids, mask).last_hidden_state, model(ids, mask).last_hidden_state)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.esm.encoder.layer[1].register_forward_hook(lambda *_: None), "layer.1 has hooks"),
+        (lambda model: model.register_forward_pre_hook(lambda *_: None), "EsmForMaskedLM has hooks"),
+        (
+            lambda model: setattr(model.lm_head, "forward", model.lm_head.dense.forward),
+            "lm_head has a forward of its own",
+        ),
+        (lambda model: setattr(model.esm.encoder.layer[0].LayerNorm, "eps", 0.5), "LayerNorm has another eps"),
+        (lambda model: setattr(model.esm.embeddings, "token_dropout", False), "has another token_dropout"),
+        (lambda model: setattr(model.lm_head, "dense", torch.nn.Identity()), "lm_head.dense is a Identity"),
+        (lambda model: model.esm.encoder.layer.pop(1), "does not fit its configuration: .* has no attribute"),
+    ],
+)
+def test_a_model_that_computes_something_of_its_own_is_not_converted(
+    change: Callable[[EsmForMaskedLM], object], message: str
+) -> None:
+    model = make_esm()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        TurboEsmForMaskedLM.from_esm(model)
+
+
 def test_save_pretrained_in_shards(tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(layers=3)
     model.save_pretrained(tmp_path, max_shard_size="100kB")
