@@ -163,18 +163,19 @@ def _waves(turbo: ContextModel, runs: Iterable[RowRun[ResultT]]) -> Iterator[_Wa
         limit = _BATCHES * toks_per_batch
         if config is not None and (left := free(turbo.model.device)) is not None:
             limit = min(limit, int(_SHARE * left / max(1, cache_bytes(turbo.model.base_model, 1024, config)) * 1024))
-        wave, held, tokens = _Wave(config, toks_per_batch), set[_TokenIds](), 0
+        wave, held, tokens = _Wave(config, toks_per_batch), dict[_TokenIds, int](), 0
         for rows in items:
             item = _Item(rows)
             for number, group in enumerate(() if isinstance(rows, Exception) else rows.groups):
                 context = group.key
                 # Whole proteins take as much.
                 more = 0 if context in held else len(context) or group.width
-                if wave.jobs and tokens + more > limit:
+                # A wave holds one part of a context.
+                if wave.jobs and (tokens + more > limit or held.get(context, group.kept) != group.kept):
                     yield wave
-                    wave, held, tokens, more = _Wave(config, toks_per_batch), set(), 0, len(context) or group.width
+                    wave, held, tokens, more = _Wave(config, toks_per_batch), {}, 0, len(context) or group.width
                 wave.jobs.append(_Job(item, number, group, context))
-                held |= {context} if context else set()
+                held |= {context: group.kept} if context else {}
                 tokens += more
             wave.finished.append(item)
         if wave.finished:

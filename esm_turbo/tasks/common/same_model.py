@@ -24,10 +24,11 @@ from esm_turbo.tasks.common.progress import Progress
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["call_on", "refuse_changed", "run_on_model"]
+__all__ = ["call_on", "refuse_changed", "refuse_seen_change", "run_on_model"]
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
+_CHANGED = "the model has changed during the call, and its results are not of one model: call again"
 _DTYPE = operator.attrgetter("dtype")
 
 
@@ -88,9 +89,21 @@ def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[N
         yield
     after = tree_of(turbo.model).held()
     changed = [*map(id, after)] != [*map(id, weights)] or (versions_of(after), [*map(_DTYPE, after)]) != before
+    if changed:
+        raise ValueError(_CHANGED)
+    if begun is not None:
+        refuse_seen_change(turbo, begun)
+
+
+def refuse_seen_change(turbo: ContextModel, begun: ModelIdentity) -> None:
+    """As `refuse_changed`, as far as `model_identity` sees changes without reading weights.
+
+    Raises:
+        ValueError: the model is not what it was.
+    """
     # By value: threads that look at a model at once see it as objects of their own.
-    if changed or (begun is not None and begun != model_identity(encoder, sampled=False)):
-        raise ValueError("the model has changed during the call, and its results are not of one model: call again")
+    if begun != model_identity(turbo.model.base_model, sampled=False):
+        raise ValueError(_CHANGED)
 
 
 def refuse_changed(turbo: ContextModel, begun: ModelIdentity) -> None:

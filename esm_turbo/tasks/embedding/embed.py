@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.context_model import Sequences, as_list
-from esm_turbo.files.identity import lasting_identity
+from esm_turbo.files.identity import lasting_identity, model_identity
 from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import encode_rows
@@ -17,7 +17,7 @@ from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import default_config, protein_tokens
 from esm_turbo.tasks.common.homologs import QueryContext
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
-from esm_turbo.tasks.common.same_model import run_on_model
+from esm_turbo.tasks.common.same_model import refuse_seen_change, run_on_model
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
 from esm_turbo.tasks.embedding.windows import Windows
@@ -140,7 +140,7 @@ def iter_embeddings(
         The embeddings of a batch, each with its index in `sequences`.
 
     Raises:
-        ValueError: a sequence is empty or has a letter that is not a residue.
+        ValueError: a sequence is empty or has a letter that is not a residue, or the model changes between two batches.
         NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
         RuntimeError: a runner could not embed a protein, and `on_failure` is None.
     """
@@ -153,7 +153,8 @@ def iter_embeddings(
     units = [sum(len(record.sequence) for record in piece) for piece in pieces]
 
     def results() -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-        for number, embedded in run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units):
+        found, left = run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units), len(pieces)
+        for number, embedded in found:
             for index, reason in sorted((batches[number][row], reason) for row, reason in embedded.failed.items()):
                 if on_failure is not None:
                     on_failure(index, reason)
@@ -161,6 +162,11 @@ def iter_embeddings(
                     raise NotEnoughMemoryError(f"sequence {index + 1}: {reason}")
                 else:
                     raise RuntimeError(f"sequence {index + 1} was not embedded: {reason}")
+            left -= 1
+            begun = model_identity(turbo.model.base_model, sampled=False) if left else None
             yield [(batches[number][row], embedding) for row, embedding in embedded.embeddings.items()]
+            # Whoever takes them may have changed the model.
+            if begun is not None:
+                refuse_seen_change(turbo, begun)
 
     return results()

@@ -51,7 +51,7 @@ class OneFileFormat(Protocol):
         """
 
     def names(self, path: Path) -> dict[str, str]:
-        """The entry of each identifier; the whole file is read and checked."""
+        """The entry of each identifier, as they follow each other; the whole file is read and checked."""
 
     def write(self, path: Path, settings: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Write a file.
@@ -76,7 +76,7 @@ class OneFileWriter(FolderWriter):
 
     Raises:
         ValueError: the file or its parts hold embeddings made with other settings, the file lacks one of the proteins,
-            or it is not one of embeddings.
+            is a table of others or in another order, or not one of embeddings.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ def merge_files(
         orders: see `folder.merge_folders`.
 
     Raises:
-        ValueError: the settings differ, or `out` exists and lacks a protein, or is a file of another kind.
+        ValueError: the settings differ, or `out` exists and lacks a protein, is a table of others or in another order,
+            or a file of another kind.
         ImportError: h5py or pyarrow is missing.
         OSError: the file cannot be written.
     """
@@ -147,17 +148,20 @@ def _holds(kind: OneFileFormat, out: Path, settings: Mapping[str, Any], names: M
 
     Raises:
         ArtifactError: it is damaged.
-        ValueError: it lacks a protein, or was made with other settings.
+        ValueError: it lacks a protein, was made with other settings, or is a table of other rows than the input's.
     """
     if not out.exists():
         return False
     check_same_settings(out, kind.settings(out), settings)
-    missing = names.items() - kind.names(out).items()
+    held = kind.names(out)
+    missing = names.items() - held.items()
     if missing:
         raise ValueError(
             f"{out}: exists, and lacks {len(missing):,} of the proteins; they can be added to a folder, but not to one"
             " file: give another file, or a folder"
         )
+    if kind is parquet and list(held) != list(names):
+        raise ValueError(f"{out}: exists, with more proteins or in another order than the input: give another file")
     return True
 
 

@@ -14,7 +14,7 @@ import torch
 
 from esm_turbo import ContextStore, EmbeddingRequest, TurboEsm, TurboEsmForMaskedLM, TurboKVCache, embed_records
 from esm_turbo.assets import evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.files import model_contents
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import LongProteinWarning
@@ -375,12 +375,23 @@ def test_a_call_has_one_preset_and_one_calibration(
     assert own.score(TARGETS[0], CANDIDATES).preset == "turbo1"
 
 
+def test_what_changes_a_model_between_batches_is_refused(turbo: TurboEsm) -> None:
+    own = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    batches = iter_embeddings(own, PROTEINS, EmbeddingRequest.of(own, [-1], ["mean"]), toks_per_batch=8)
+    next(batches)
+    own.model.esm.encoder.layer[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="changed during the call"):
+        next(batches)
+
+
 def test_a_call_ends_with_what_it_yields(turbo: TurboEsm) -> None:
     own = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
     batches = iter_embeddings(own, PROTEINS, EmbeddingRequest.of(own, [-1], ["mean"]), toks_per_batch=8)
     next(batches)
     with pytest.raises(RuntimeError, match="has not ended"):
         own.model.set_turbo(calibration=None, preset="exact")
+    with pytest.raises(RuntimeError, match="has not ended"):
+        own.model.esm.turbo_config = TurboConfig.from_preset("exact")
     # A copy is in no call.
     copy.deepcopy(own.model).set_turbo(calibration=None, preset="exact")
     del batches

@@ -34,6 +34,16 @@ def test_contexts_come_from_a_store_and_go_into_it(turbo: TurboEsm, tmp_path: Pa
     assert again == first
 
 
+def test_targets_may_read_different_parts_of_one_context(turbo: TurboEsm) -> None:
+    """A target that ends in a mask, and a longer candidate of the target without it."""
+    target = TARGETS[0]
+    pairs = [(target + "<mask>", ["A"]), (target, ["AC"])]
+    for order in (pairs, pairs[::-1]):
+        found = turbo.score_pairs([one for one, _ in order], [own for _, own in order], background="none")
+        for scores, (one, own) in zip(found, order, strict=True):
+            assert_close(scores, turbo.score(one, own, place="masked"))
+
+
 def test_contexts_that_autocast_rounds_are_found_ahead(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
