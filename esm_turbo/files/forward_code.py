@@ -256,7 +256,7 @@ def _changed_option(named: Sequence[tuple[str, nn.Module]]) -> str:
             return f"{name}.attention_scaling"
         if "is_causal" not in vars(module):
             continue
-        if getattr(module.config, "is_causal", None):
+        if getattr(getattr(module, "config", None), "is_causal", None):
             return "config.is_causal"
         kind = type(module)
         if _is_of_library(kind) and kind not in made:

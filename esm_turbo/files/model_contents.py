@@ -27,6 +27,7 @@ __all__ = [
     "options",
     "own_configs",
     "plain_values",
+    "rates_of_dropout",
     "refuse_offloaded",
     "refuse_packed",
     "steps_of",
@@ -234,18 +235,20 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
 def watched_values(module: nn.Module) -> list[str]:
     """Names of those values of a module at which every call looks."""
     names = [key for key, _ in _own_values(module) if key not in _SHAPES and _decides(module, key)]
-    return [*names, "training"] if any(_rates(module.__dict__)) else names
+    return [*names, "training"] if any(rates_of_dropout(module.__dict__).values()) else names
 
 
 def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
     """Name of the first module that drops values at random, as in training; empty for none."""
-    return next((name for name, module in named if module.training and any(_rates(module.__dict__))), "")
+    return next(
+        (name for name, module in named if module.training and any(rates_of_dropout(module.__dict__).values())), ""
+    )
 
 
-def _rates(own: Mapping[str, Any]) -> list[float]:
-    """Rates of dropout, and slopes that PyTorch's `RReLU` draws."""
-    rates = [value for key, value in own.items() if key in ("p", "upper") or "drop" in key]
-    return [value for value in rates if isinstance(value, int | float) and not isinstance(value, bool)]
+def rates_of_dropout(own: Mapping[str, Any]) -> dict[str, float]:
+    """Those among a module's values, and slopes that PyTorch's `RReLU` draws."""
+    rates = {key: value for key, value in own.items() if key in ("p", "upper") or "drop" in key}
+    return {k: x for k, x in rates.items() if isinstance(x, int | float) and not isinstance(x, bool)}
 
 
 def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:

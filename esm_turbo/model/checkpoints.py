@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.files.model_contents import is_inside, plain_values
+from esm_turbo.files.model_contents import is_inside, plain_values, rates_of_dropout
 from esm_turbo.model.adapters import is_adapter
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
@@ -272,7 +273,8 @@ class CheckpointMixin(PicklableHooksMixin):
         Raises:
             ValueError: the folder holds an adapter, which loading would merge into the saved weights.
         """
-        if is_adapter(save_directory):
+        # transformers saves an adapter that it has added as such.
+        if is_adapter(save_directory) and not getattr(self, "_hf_peft_config_loaded", False):
             raise ValueError(f"{save_directory}: holds an adapter, which would be loaded again; save to another folder")
         state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
         kwargs.setdefault("save_original_format", False)
@@ -384,19 +386,43 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
         module = model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(f"{type(model).__name__} does not fit its configuration: {error}") from error
+    # torch.compile wraps a module, and accelerate a forward.
+    module = getattr(module, "_orig_mod", module)
+    state = vars(module)
+    forward = state.get("_original_forward", state.get("_old_forward", state.get("forward")))
+    is_own = forward is None or getattr(forward, "__func__", None) in _wrapped(type(module).forward)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own, usual = plain_values(module), plain_values(made)
     # The library's own layers of ESM-2 have no number.
-    options = [key for key in (own.keys() & usual.keys()) - {"layer_idx"} if own[key] != usual[key]]
-    if not isinstance(made, type(module)):
+    shared = (own.keys() & usual.keys()) - {"layer_idx", *rates_of_dropout(own)}
+    options = [key for key in shared if own[key] != usual[key]]
+    if _overrides(type(module), made):
         what = f"is a {type(module).__name__}"
-    elif not all(map(is_replaced, hooks)):
+    elif not all(map(is_replaced, hooks)) or not _is_of_accelerate(state.get("_hf_hook")):
         what = "has hooks"
-    # accelerate's moves tensors between devices.
-    elif "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+    elif not is_own:
         what = "has a forward of its own"
     elif options:
         what = f"has another {min(options)}"
     else:
         return module
     raise ValueError(f"`from_esm` takes over the weights of a model, but {name or type(model).__name__} {what}")
+
+
+def _wrapped(function: Any) -> list[Any]:
+    """A function, and what decorators hide in it: accelerate takes them off."""
+    inner = getattr(function, "__wrapped__", None)
+    return [function, *(() if inner is None else _wrapped(inner))]
+
+
+def _overrides(kind: type[nn.Module], made: nn.Module) -> bool:
+    """True if a class, or one of those that it adds to the other module's, defines anew what that has."""
+    added = itertools.takewhile(lambda one: not isinstance(made, one), kind.__mro__)
+    named = [item for one in added for item in vars(one).items() if item[0] == "__call__" or item[0][:2] != "__"]
+    return any(hasattr(made, name) and value is not getattr(type(made), name, None) for name, value in named)
+
+
+def _is_of_accelerate(hook: Any) -> bool:
+    """True for no hook, and for those that only move tensors between devices."""
+    known = hook is None or type(hook).__module__ == "accelerate.hooks"
+    return known and all(map(_is_of_accelerate, getattr(hook, "hooks", ())))

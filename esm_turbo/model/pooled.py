@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self
@@ -153,14 +154,21 @@ class PooledContexts(TurboKVCache):
         return total
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.places = self.places[torch.as_tensor(indices).cpu().numpy()]
+        # All at once, as an interrupt may come between two lines.
+        made = copy.copy(self)
+        super(PooledContexts, made).batch_select_indices(indices)
+        made.places = self.places[torch.as_tensor(indices).cpu().numpy()]
+        self.__dict__.update(made.__dict__)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise ValueError(_IN_PLACE.format("repeating rows"))
 
     def crop(self, tokens: int | Tensor) -> None:
-        if isinstance(tokens, Tensor) and tokens.dim() and len(np.unique(self.places, axis=0)) < len(self.places):
+        places = list(map(tuple, self.places.tolist()))
+        least, per_row = len(set(places)), isinstance(tokens, Tensor) and tokens.shape == self.lengths.shape
+        # Read from a device only where rows share a context.
+        wanted = torch.as_tensor(tokens).tolist() if per_row and least < len(places) else places
+        if len(set(zip(places, wanted, strict=True))) > least:
             raise ValueError(_IN_PLACE.format("a length for each row of one context"))
         super().crop(tokens)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
@@ -91,6 +93,13 @@ def test_save_pretrained_of_the_base_model(tmp_path: Path) -> None:
             assert torch.equal(loaded(ids, mask).last_hidden_state, model(ids, mask).last_hidden_state)
 
 
+class Doubling(ModelHook):
+    """Of accelerate's kind, but by a user."""
+
+    def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return 2 * output
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -103,6 +112,8 @@ def test_save_pretrained_of_the_base_model(tmp_path: Path) -> None:
         (lambda model: setattr(model.esm.encoder.layer[0].LayerNorm, "eps", 0.5), "LayerNorm has another eps"),
         (lambda model: setattr(model.esm.embeddings, "token_dropout", False), "has another token_dropout"),
         (lambda model: setattr(model.lm_head, "dense", torch.nn.Identity()), "lm_head.dense is a Identity"),
+        (lambda model: register_parametrization(model.lm_head.dense, "weight", torch.nn.Tanh()), "is a Parametrized"),
+        (lambda model: add_hook_to_module(model.esm.encoder.layer[0], Doubling()), "layer.0 has hooks"),
         (lambda model: model.esm.encoder.layer.pop(1), "does not fit its configuration: .* has no attribute"),
     ],
 )
@@ -113,6 +124,44 @@ def test_a_model_that_computes_something_of_its_own_is_not_converted(
     change(model)
     with pytest.raises(ValueError, match=message):
         TurboEsmForMaskedLM.from_esm(model)
+
+
+class OwnClass(EsmForMaskedLM):
+    """A class of a user's, which computes what the library's does."""
+
+    def count(self) -> int:
+        return 1
+
+
+def _with_dropout(model: EsmForMaskedLM) -> EsmForMaskedLM:
+    model.esm.embeddings.dropout.p = 0.3
+    return model
+
+
+def _hooked(model: EsmForMaskedLM) -> EsmForMaskedLM:
+    add_hook_to_module(model.esm.encoder.layer[0], AlignDevicesHook(io_same_device=True))
+    add_hook_to_module(model.esm.encoder.layer[1], AlignDevicesHook())
+    remove_hook_from_submodules(model.esm.encoder.layer[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: OwnClass(model.config).eval(),
+        _with_dropout,
+        _hooked,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: TurboEsmForMaskedLM.from_esm(model),
+    ],
+)
+def test_models_that_compute_what_their_class_does_are_converted(
+    make: Callable[[EsmForMaskedLM], EsmForMaskedLM],
+) -> None:
+    model = make(make_esm())
+    ids, mask = random_ids([14, 9])
+    with torch.no_grad():
+        assert torch.equal(TurboEsmForMaskedLM.from_esm(model)(ids, mask).logits, model(ids, mask).logits)
 
 
 def test_save_pretrained_in_shards(tiny_model: MakeModel, tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ def test_cropped_and_selected_contexts_stay_in_place(model: TurboEsmForMaskedLM,
     new = random_ids([3] * 3, seed=1, cls=False)[0]
     expected = read(model, own, new)
     assert (read(model, pooled, new) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # One context in several rows is cropped alike.
+    for contexts in (twice := pooled.select([0, 0, 1])), (own_twice := own.select([0, 0, 1])):
+        contexts.crop(torch.tensor([3, 3, 2]))
+    expected = read(model, own_twice, new)
+    assert (read(model, twice, new) - expected).abs().max() <= 1e-5 * expected.abs().max()
     alone = pooled.select(1)
     expected = read(model, own.select(1), new)
     assert (read(model, alone, new) - expected).abs().max() <= 1e-5 * expected.abs().max()

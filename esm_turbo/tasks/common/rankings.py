@@ -1,4 +1,4 @@
-"""Agreement of two rankings of the same items."""
+"""Rankings, and the agreement of two of the same items."""
 
 from __future__ import annotations
 
@@ -74,3 +74,9 @@ def spearman(scores: Sequence[float] | npt.NDArray[Any], reference: Sequence[flo
 def _best(scores: npt.NDArray[np.float64], k: int) -> set[int]:
     """Indices of the k highest scores; of equal scores, the first."""
     return set(np.argsort(-scores, kind="stable")[:k].tolist())
+
+
+def lowest_first(values: Sequence[float | None]) -> list[int]:
+    """Indices of values, the lowest first; equal ones keep their order, and those that are missing or NaN come last."""
+    known = [math.inf if x is None or math.isnan(x) else x for x in values]
+    return sorted(range(len(values)), key=known.__getitem__)

@@ -31,7 +31,7 @@ from esm_turbo.proteins.limits import UntrainedInputWarning
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.forwards import arm_preset, single_row
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, SortBy, UnknownResidues
-from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
+from esm_turbo.tasks.common.rankings import RankAgreement, lowest_first, rank_agreement
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.scoring.specificity import (
@@ -208,16 +208,16 @@ class Scores(ItemScores):
         return [score.pseudo_perplexity for score in self.scores]
 
     def ranking(self, by: SortBy | None = None) -> list[int]:
-        """Indices of the candidates, best first; equal ones keep their order.
+        """Indices of the candidates, best first; equal ones keep their order, and those without a number are last.
 
         Args:
             by: `likelihood`, lowest pseudo-perplexity first; or `specificity`, highest first, in standard deviations if
-                all candidates have it in them. Candidates without come last. None is `sort_by`.
+                all candidates have it in them. None is `sort_by`.
         """
         if check_choice("by", by or self.sort_by, get_args(SortBy)) == "likelihood":
-            return sorted(range(len(self.scores)), key=self.pseudo_perplexities.__getitem__)
+            return lowest_first(self.pseudo_perplexities)
         _, values = self.specificities()
-        return sorted(range(len(values)), key=lambda index: math.inf if (x := values[index]) is None else -x)
+        return lowest_first([None if x is None else -x for x in values])
 
     def specificities(self) -> tuple[str | None, list[float | None]]:
         """Their unit, and the specificity of each: `s.d.` if all that have one have it in them, or `nats`."""

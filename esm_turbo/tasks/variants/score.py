@@ -32,6 +32,7 @@ from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_
 from esm_turbo.tasks.common.forwards import arm_preset, single_row
 from esm_turbo.tasks.common.homologs import QueryContext, query_contexts, query_ids, row_arm
 from esm_turbo.tasks.common.options import METHOD_NAMES, Arm, VariantMethod
+from esm_turbo.tasks.common.rankings import lowest_first
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup
 from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.variants.substitutions import (
@@ -108,8 +109,8 @@ class VariantScores(ItemScores):
             yield one.variant, *parts_of(one.variant), one.score
 
     def ranking(self) -> list[int]:
-        """Indices of the variants, highest score first; equal ones keep their order."""
-        return sorted(range(len(self.scores)), key=self.values.__getitem__, reverse=True)
+        """Indices of the variants, highest score first; equal ones keep their order, and NaN is last."""
+        return lowest_first([-x for x in self.values])
 
     @property
     def method_name(self) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from esm_turbo.tasks.common.rankings import rank_agreement, spearman
+from esm_turbo.tasks.common.rankings import lowest_first, rank_agreement, spearman
 
 
 def test_by_hand():
@@ -64,3 +64,8 @@ def test_invariants(pairs):
 def test_invalid_arguments(ours, theirs, top_k, message):
     with pytest.raises(ValueError, match=message):
         rank_agreement(ours, theirs, top_k)
+
+
+def test_what_has_no_number_comes_last() -> None:
+    """Comparisons with NaN are all false, which would leave finite values out of order."""
+    assert lowest_first([7.7, math.nan, 2.1, None, 19.9, 2.1]) == [2, 5, 0, 4, 1, 3]
