@@ -406,7 +406,9 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
         what = f"has another {min(options)}"
     else:
         return module
-    raise ValueError(f"`from_esm` takes over the weights of a model, but {name or type(model).__name__} {what}")
+    raise ValueError(
+        f"{name or type(model).__name__} {what}: of a model that is converted or calibrated, only weights are taken"
+    )
 
 
 def _wrapped(function: Any) -> list[Any]:
