@@ -293,8 +293,9 @@ class ContextStore:
         if difference := cache.identity.difference(spec.identity):
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
         # What is written has to be computed before this returns: it may as well be waited for here.
-        in_pool = isinstance(cache, PooledContexts)
-        if in_pool or cache.config != config or not _holds(turbo, cache, token_ids):
+        if isinstance(cache, PooledContexts):
+            raise ValueError("what `hold` returned is in a store; nothing was stored")
+        if cache.config != config or not _holds(turbo, cache, token_ids):
             raise ValueError("the cache does not hold these tokens under these options; nothing was stored")
         requests = [request_of_tokens(turbo, ids) for ids in token_ids]
         rows = FlatBatch.of(cache, [one.tokens for one in requests])

@@ -387,9 +387,8 @@ class TurboKVCache(CacheStorage):
             at_most = tokens if tokens >= 0 else max(self.columns + tokens, 0)
         self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
         protected = torch.where(self.protected_columns < lengths[:, None], self.protected_columns, -1).to(torch.int32)
-        self._seq_length = None
         # At once, as an interrupt may come between two lines.
-        self.__dict__.update(lengths=lengths, protected_columns=protected)
+        self.__dict__.update(lengths=lengths, protected_columns=protected, _seq_length=None)
         self._changed(at_most)
 
     def drop_front(self, tokens: int) -> None:
@@ -404,7 +403,7 @@ class TurboKVCache(CacheStorage):
 
         Raises:
             ValueError: `tokens` is negative or no such multiple, special tokens that stay need a codec and no model has
-                claimed the cache, or a position would fall below 0.
+                claimed the cache, or on the CPU a position would fall below 0.
         """
         step = self.front_step
         if tokens < 0 or tokens % step:
@@ -413,7 +412,7 @@ class TurboKVCache(CacheStorage):
             return
         stays = self.protected_columns >= tokens
         blocks = codec_class(self.config).block_size is not None
-        if blocks and self.positions is not None:
+        if blocks and self.positions is not None and self._on_cpu:
             first = torch.where(self.valid(), self.positions, tokens)[:, tokens:]
             if bool((first < tokens).any()):
                 raise ValueError(f"positions begin again behind the first {tokens} tokens, and cannot fall by as many")
@@ -430,7 +429,7 @@ class TurboKVCache(CacheStorage):
                 new[name] = tensor.narrow(dim_of(name), start, columns).contiguous()
         new["lengths"] = (self.lengths - tokens).clamp_min(0)
         new["protected_columns"] = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
-        self._capacity, self._maybe_empty, self._seq_length = 0, True, None
+        self._capacity, self._maybe_empty = 0, True
         self._set_tensors(new)
         self._changed()
 
@@ -514,7 +513,7 @@ class TurboKVCache(CacheStorage):
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
-        known = self.lengths[: len(lengths)].tolist() if self.device.type == "cpu" else lengths
+        known = self.lengths[: len(lengths)].tolist() if self._on_cpu else lengths
         # The device would copy what lies beyond.
         if len(lengths) > self.batch_size or max(lengths, default=0) > self.columns or list(lengths) != list(known):
             raise ValueError(f"{lengths} are not the tokens of {self.batch_size} rows of at most {self.columns}")

@@ -150,8 +150,6 @@ def test_contexts_are_kept_under_their_own_tokens(compressed, e1, tmp_path):
     front.drop_front(len(y[0]))
     cache = prefill_ids(compressed, row, "turbo")
     wrong = [(compressed, [ids], cache, own) for ids in ([*row[:2], 7], [*row, 7], row[:2])]
-    held = ContextStore(tmp_path / "held").hold(e1, "MKTAY")
-    wrong += [(e1, y, held, held.config)]
     wrong += [(compressed, [row, row], cache, own), (compressed, [row], cache, TurboConfig.from_preset("exact"))]
     wrong += [(e1, ids, other, other.config) for ids, other in ((x, e1.prefill("MKTAY")), (y, front))]
     for turbo, *arguments in wrong:
@@ -159,6 +157,8 @@ def test_contexts_are_kept_under_their_own_tokens(compressed, e1, tmp_path):
         with pytest.raises(ValueError, match="the cache does not hold these tokens under these options"):
             store.keep(turbo, *arguments)
         assert store.info()["contexts"] == 0
+    with pytest.raises(ValueError, match="what `hold` returned is in a store"):
+        store.keep(e1, y, store.hold(e1, "MKTAY"), e1.model.base_model.turbo_config)
     kept = e1.prefill("MXKTAY")
     store.keep(e1, x, kept, kept.config)
     assert_same(store.get(e1, "MXKTAY")[0], kept)

@@ -51,6 +51,7 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "owned",
+    "rounding",
     "seen_attention",
     "seen_code",
     "seen_foreign",
@@ -284,7 +285,7 @@ def kept_digest(model: Any) -> str:
 
 
 def seen_code(model: Any) -> tuple[str, int]:
-    """Digest of the code that `model_identity` last saw, and one of the options and of what rounds products.
+    """Digest of the code that `model_identity` last saw, and one of the options.
 
     The former is empty where some of the code is unknown, or not what the library's files define, or drops values at
     random.
@@ -292,8 +293,7 @@ def seen_code(model: Any) -> tuple[str, int]:
     seen: _Seen | None = model.__dict__.get(_KEPT_AS)
     if seen is None:
         return "", 0
-    names = seen.names if seen.is_plain and not active_modes() else ""
-    return names, hash((seen.described["options"], _rounding(model)))
+    return seen.names if seen.is_plain and not active_modes() else "", int(seen.described["options"], 16)
 
 
 def seen_foreign(model: Any) -> str:
@@ -386,7 +386,7 @@ class _Seen:
         return type(None), ()
 
     def identity(self, model: Any) -> ModelIdentity:
-        precision, modes = self.dtypes + _rounding(model), active_modes()
+        precision, modes = self.dtypes + rounding(model), active_modes()
         if (precision, modes) not in self.identities:
             described = self.described
             if modes and not getattr(model, MODEL_ID, None):
@@ -456,7 +456,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rounding(model: Any) -> str:
+def rounding(model: Any) -> str:
     """What rounds the products of a model besides its dtype."""
     device = model.device.type
     rounding = f"-autocast-{_short(torch.get_autocast_dtype(device))}" if torch.is_autocast_enabled(device) else ""

@@ -106,8 +106,9 @@ class CacheStorage(Cache):
         """A cache of a function of each tensor, which it must not write into in place."""
         tensors = {name: function(tensor) for name, tensor in self.named_tensors()}
         made = self._without_tensors()
-        made.layers = [TurboCacheLayer() for _ in self.layers]
+        made.layers = self.layers
         made._set_tensors(tensors)
+        made._seq_length = self._seq_length
         return made
 
     def _with_layers_later(self, own: Mapping[str, Tensor], parts: _Parts) -> Self:
@@ -144,7 +145,7 @@ class CacheStorage(Cache):
         """Replaces all tensors by those named, at once: what interrupts it leaves one or the other."""
         layers = [TurboCacheLayer() for _ in self.layers]
         _put(layers, tensors.items())
-        self.__dict__.update(_own(tensors), layers=layers)
+        self.__dict__.update(_own(tensors), layers=layers, _seq_length=None)
 
     def described(self, name: str, tensors: list[Tensor], make: Callable[[], tuple[_Made, bool]]) -> _Made:
         """A description of where the tensors of this cache lie, made once while they stay the same.
@@ -166,7 +167,6 @@ class CacheStorage(Cache):
         """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
         if axis in (None, Axis.COLUMN):
             self._capacity = 0
-        self._seq_length = None
         self._set_tensors(
             {
                 name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
-from esm_turbo.files.identity import model_identity, seen_attention, seen_code
+from esm_turbo.files.identity import model_identity, rounding, seen_attention, seen_code
 from esm_turbo.kv.append import NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -133,8 +133,10 @@ class Executor:
         if row_lengths is None:
             return
         rows, width = (plan.input_ids if plan.embeddings is None else plan.embeddings).shape[:2]  # type: ignore[union-attr]
-        if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
-            raise ValueError(f"`row_lengths` must be {rows} numbers of 1 to {width}, got {list(row_lengths)}")
+        # Without a mask, padding is read.
+        least = width if plan.attention_mask is None else 1
+        if len(row_lengths) != rows or not all(least <= length <= width for length in row_lengths):
+            raise ValueError(f"`row_lengths` must be {rows} numbers of {least} to {width}, got {list(row_lengths)}")
         scoped = any(kind.scope is not Scope.ROW for kind in plan.kinds)
         # Families of one scope leave positions and chains to masks that packed rows do not have.
         if (scoped or plan.positions is None) and self._can_pack(plan):
@@ -348,7 +350,7 @@ class Executor:
     def addresses(self) -> tuple[int, ...] | None:
         """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None.
 
-        The last number stands for the options of modules and for what rounds products, which graphs contain.
+        The last numbers stand for the options of modules and for what rounds products, which graphs contain.
         """
         if (
             not self.replays
@@ -361,7 +363,9 @@ class Executor:
         if not self.runs_known_code():
             return None
         addresses = self.plain_addresses()
-        return None if addresses is None else (*addresses, seen_code(self.encoder)[1])
+        if addresses is None:
+            return None
+        return (*addresses, seen_code(self.encoder)[1], hash(rounding(self.encoder)))
 
     def plain_addresses(self) -> tuple[int, ...] | None:
         """Addresses of all weights if every module is the library's or this package's own; else None."""
@@ -486,7 +490,8 @@ class Executor:
 
 
 def _fits_graphs(cache: TurboKVCache) -> bool:
-    return cache.protected_columns.shape[1] <= PROTECTED_SLOTS
+    assert cache.codec is not None
+    return cache.codec.rows_alike and cache.protected_columns.shape[1] <= PROTECTED_SLOTS
 
 
 def _checked(inputs: ForwardInputs, cache: TurboKVCache) -> ForwardInputs:

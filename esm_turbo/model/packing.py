@@ -91,7 +91,8 @@ class Packing:
     def pack(self, x: Tensor) -> Tensor:
         """[rows, width, ...] as [T, ...]."""
         flat = x.flatten(0, 1)
-        return flat if self.index is None else flat.index_select(0, self.index)
+        # Kernels read rows one after the other.
+        return flat.contiguous() if self.index is None else flat.index_select(0, self.index)
 
     def unpack(self, x: Tensor) -> Tensor:
         """[T, ...] as [rows, width, ...], on the device of x; padding repeats the first token."""

@@ -68,9 +68,7 @@ class StaticKVCache(TurboKVCache):
             raise ValueError("all contexts or none must store positions, and each may protect two tokens at most")
         names, rows = layer_rows(cache)
         if names != layer_rows(self)[0]:
-            raise ValueError(
-                "refinements were dropped (drop_refinements) from some of the contexts only, or rows differ in size"
-            )
+            raise ValueError("refinements were dropped (drop_refinements) from some of the contexts only")
         # All checks are done: a refused cache must change nothing.
         self.load_(cache, rows)
 
@@ -99,18 +97,13 @@ class StaticKVCache(TurboKVCache):
 
 
 def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], ByteRows]:
-    """Names and rows of the tensors of a cache's layers, described once while they stay the same.
-
-    The names tell caches apart that one captured graph cannot read: by dtypes, and sizes of what is stored per row.
-    """
+    """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
     tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
 
     def make() -> tuple[tuple[tuple[str, ...], ByteRows], bool]:
         named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
         rows = ByteRows(tensors, [dim_of(name) for name, _ in named])
-        sizes = [list(x.shape[1:]) if axis_of(name) is Axis.ROW else "" for name, x in named]
-        names = tuple(f"{name} {x.dtype} {size}" for (name, x), size in zip(named, sizes, strict=True))
-        return (names, rows), rows.copied
+        return (tuple(f"{name} {tensor.dtype}" for name, tensor in named), rows), rows.copied
 
     return cache.described("rows", tensors, make)
 

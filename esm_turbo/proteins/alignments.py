@@ -100,6 +100,10 @@ class HomologFamily:
         self.rows.setflags(write=False)
         self.protein.setflags(write=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, too, are read-only, and compute for themselves what is derived."""
+        return HomologFamily, (self.source, self.ids, self.sequences, self.rows, self.protein)
+
     def __len__(self) -> int:
         """Number of homologs: sequences that are not the protein itself."""
         protein = self.protein.tobytes().decode()

@@ -1,10 +1,10 @@
 """Contexts in device memory, in slots of few sizes, where extensions read them.
 
-Memory is taken in slabs: so many slots of one size, in one allocation. A context never moves from its slot, and keeps
-it for as long as it is held. Others go, the least recently used first: alone, for a context of the same size, or with
-all of a slab that nobody holds, for one of another size. Slots are therefore empty only in the newest slab of a size,
-which is at most as large as all others of that size and an eighth of the pool, unless that is less than a slot or a
-sixty-fourth of the pool. Padding is at most a third of a slot for contexts of more than 128 tokens.
+Memory is taken in slabs: so many slots of one size and partition, in one allocation. A context never moves from its
+slot, and keeps it for as long as it is held. Others go, the least recently used first: alone, for a context of the same
+size, or with all of a slab that nobody holds, for one of another size. Slots are therefore empty only in the newest
+slab of a size, which is at most as large as all others of that size and an eighth of the pool, unless that is less than
+a slot or a sixty-fourth of the pool. Padding is at most a third of a slot for contexts of more than 128 tokens.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ class GroupedCodec(DataFreeCodec):
     """
 
     max_groups = 256
+    rows_alike = False
 
     def transform(
         self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None

@@ -153,8 +153,11 @@ def iter_embeddings(
     units = [sum(len(record.sequence) for record in piece) for piece in pieces]
 
     def results() -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-        found, left = run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units), len(pieces)
-        for number, embedded in found:
+        begun = model_identity(turbo.model.base_model, sampled=False) if len(pieces) > 1 else None
+        for number, embedded in run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units):
+            # Whoever takes batches may change the model between two.
+            if begun is not None:
+                refuse_seen_change(turbo, begun)
             for index, reason in sorted((batches[number][row], reason) for row, reason in embedded.failed.items()):
                 if on_failure is not None:
                     on_failure(index, reason)
@@ -162,11 +165,6 @@ def iter_embeddings(
                     raise NotEnoughMemoryError(f"sequence {index + 1}: {reason}")
                 else:
                     raise RuntimeError(f"sequence {index + 1} was not embedded: {reason}")
-            left -= 1
-            begun = model_identity(turbo.model.base_model, sampled=False) if left else None
             yield [(batches[number][row], embedding) for row, embedding in embedded.embeddings.items()]
-            # Whoever takes them may have changed the model.
-            if begun is not None:
-                refuse_seen_change(turbo, begun)
 
     return results()
