@@ -10,6 +10,7 @@ from scipy.special import entr
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.pictures.panels import ENTROPY, Array, Lines, Logo, Sheet, Table, Tracks
+from esm_turbo.tasks.generation.notation import residues_at, tokens_of
 from esm_turbo.tasks.generation.records import GeneratedSequence
 
 LOGO = (
@@ -28,9 +29,10 @@ def logo_sheet(designs: Sequence[GeneratedSequence], given: str, used: str) -> S
         used: what made the designs.
     """
     positions = designs[0].positions
-    residues = [[one.sequence[position - 1] for position in positions] for one in designs]
+    residues = [list(residues_at(one.sequence, positions)) for one in designs]
     frequencies = design_frequencies(residues)
-    below = [given[position - 1] if position <= len(given) else "" for position in positions]
+    before = [token if len(token) == 1 else "" for token in tokens_of(given)]
+    below = [before[position - 1] if position <= len(before) else "" for position in positions]
     log_probs = np.array([one.log_probs for one in designs])
     tracks = design_tracks(frequencies, log_probs, positions)
     kept = ""

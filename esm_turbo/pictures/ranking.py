@@ -8,10 +8,9 @@ import numpy as np
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
-from esm_turbo.proteins.fasta import UNKNOWN
 from esm_turbo.tasks.scoring.matrix import UNIT_NAMES
 from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
-from esm_turbo.tasks.scoring.score import CandidateScore
+from esm_turbo.tasks.scoring.score import CandidateScore, left_out
 
 _BEST = 20
 _PERPLEXITY = "pseudo-perplexity (lower is better)"
@@ -123,8 +122,8 @@ def _residues(scores: Sequence[CandidateScore], names: Sequence[str]) -> Heatmap
     values = np.full((len(sequences), width), np.nan)
     for row, one in enumerate(scores):
         values[row, : len(one.candidate)] = one.log_probabilities
-        if one.unknown_residues == "omit":
-            values[row, [column for column, residue in enumerate(one.candidate) if residue in UNKNOWN]] = np.nan
+        without = left_out(one.unknown_residues)
+        values[row, [column for column, residue in enumerate(one.candidate) if residue in without]] = np.nan
     hover = [
         [f"{name}, {residue}{number}" for number, residue in enumerate(sequence.ljust(width), start=1)]
         for name, sequence in zip(names, sequences, strict=True)

@@ -20,6 +20,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
 from esm_turbo.tasks.generation.generate import GenerationOutput
+from esm_turbo.tasks.generation.notation import tokens_of
 from esm_turbo.tasks.generation.records import GeneratedSequence
 from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
 from esm_turbo.tasks.scoring.score import Scores
@@ -108,7 +109,7 @@ def _designs_of(output: GenerationOutput, run: RunInfo | None) -> list[Sheet]:
     """Rows with the same positions, and the same residues elsewhere, are designs of one protein."""
 
     def fixed(row: int) -> tuple[list[int], str]:
-        sequence = list(output.sequences[row])
+        sequence = tokens_of(output.sequences[row])
         for position in output.positions[row]:
             sequence[position - 1] = "-"
         return output.positions[row], "".join(sequence)

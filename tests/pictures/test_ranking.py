@@ -49,13 +49,14 @@ def test_few_candidates_are_all_bars_and_need_no_histogram(ranking, count: int, 
 def test_residues_left_out_have_a_letter_and_no_colour(ranking, unknown_residues) -> None:
     scores = ranking.scores["full"]
     ones = [
-        replace(one, candidate=one.candidate[:-1] + "X", unknown_residues=unknown_residues) for one in scores.scores
+        replace(one, candidate="|" + one.candidate[1:-1] + "X", unknown_residues=unknown_residues)
+        for one in scores.scores
     ]
     own = replace(ranking, scores={"full": replace(scores, scores=tuple(ones))}, agreement={})
     _, heatmap = ranking_sheet(own, "").layout[0]
     for row, letters in enumerate(heatmap.letters):
         shown = np.isfinite(heatmap.values[row, : len(letters)]).tolist()
-        assert shown == [True] * (len(letters) - 1) + [unknown_residues == "score"]
+        assert shown == [False, *[True] * (len(letters) - 2), unknown_residues == "score"]
 
 
 @pytest.mark.parametrize("contexts", [1, 9])

@@ -42,6 +42,12 @@ def test_rows_of_generated_sequences_are_divided_by_their_input() -> None:
     assert [row[4] for row in second.table.rows] == ["TTG", "TWG"]
 
 
+def test_a_mask_that_stays_is_one_residue() -> None:
+    output = GenerationOutput(["M<mask>KAC", "M<mask>KGC"], [[4]] * 2, [[-1.0]] * 2)
+    [found] = sheets_of(output, None)
+    assert [row[1] for row in found.table.rows] == ["A", "G"]
+
+
 def test_other_values_are_refused() -> None:
     with pytest.raises(TypeError, match=r"`draw` draws VariantScores, .*; got str"):
         sheets_of("MKTAY", None)

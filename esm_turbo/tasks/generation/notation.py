@@ -50,7 +50,7 @@ def parse_allowed(items: Sequence[str]) -> Allowed:
     """Parse a constraint: `ACDE` for all positions, or `10=AG 12-15=HP` by position.
 
     Raises:
-        ValueError: the notation is invalid, or mixes the two.
+        ValueError: the notation is invalid, mixes the two, or names a position twice.
     """
     if not items:
         return None
@@ -63,7 +63,10 @@ def parse_allowed(items: Sequence[str]) -> Allowed:
             raise ValueError(
                 f"constraints are letters for all positions, or given as 10=AG 12-15=HP; got {' '.join(items)!r}"
             )
-        by_position |= dict.fromkeys(parse_positions(positions), letters)
+        own = dict.fromkeys(parse_positions(positions), letters)
+        if twice := by_position.keys() & own.keys():
+            raise ValueError(f"position {min(twice)} is constrained twice, in {' '.join(items)!r}")
+        by_position |= own
     return by_position
 
 
@@ -96,12 +99,20 @@ def parse_template(text: str, anything: str = STANDARD_RESIDUES) -> list[str]:
             given = "".join(letter for letter in anything if letter not in given)
         if not given:
             raise ValueError(f"the template {text!r} leaves no residue at position {len(letters) + 1}")
-        letters += [given] * int(match[2] or 1)
+        if (times := int(match[2] or 1)) < 1:
+            raise ValueError(f"the template {text!r} repeats an element {times} times")
+        letters += [given] * times
         at = match.end()
     return letters
 
 
+def tokens_of(sequence: str) -> list[str]:
+    """The residues of a sequence, in which `<mask>` may stand for one."""
+    found: list[str] = _TOKEN.findall(sequence)
+    return found
+
+
 def residues_at(sequence: str, positions: Sequence[int]) -> str:
     """The residues at positions, counted from 1, of a sequence in which `<mask>` may stand for one."""
-    tokens = _TOKEN.findall(sequence)
+    tokens = tokens_of(sequence)
     return "".join(tokens[position - 1] for position in positions)

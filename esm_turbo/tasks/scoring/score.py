@@ -85,8 +85,8 @@ class CandidateScore:
         if self.scored == len(self.candidate):
             return math.fsum(self.log_probabilities)
         pairs = zip(self.candidate, self.log_probabilities, strict=True)
-        left_out = _left_out(self.unknown_residues)
-        return math.fsum(value for letter, value in pairs if letter not in left_out)
+        without = left_out(self.unknown_residues)
+        return math.fsum(value for letter, value in pairs if letter not in without)
 
     @property
     def mean_log_probability(self) -> float:
@@ -485,10 +485,10 @@ def chosen_again(scores: Sequence[Scores], top: int, background: str | None) -> 
 
 def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
     """Number of residues of a candidate that its figures are of."""
-    return len(candidate) - sum(map(candidate.count, _left_out(unknown_residues)))
+    return len(candidate) - sum(map(candidate.count, left_out(unknown_residues)))
 
 
-def _left_out(unknown_residues: UnknownResidues) -> str:
+def left_out(unknown_residues: UnknownResidues) -> str:
     """Letters whose probabilities no figure is of: a break between chains is no residue."""
     return CHAIN_BREAK + (UNKNOWN if unknown_residues == "omit" else "")
 

@@ -47,6 +47,8 @@ def test_templates(text: str) -> None:
         (parse_allowed, ["AC", "5=G"], "letters for all positions, or given as 10=AG 12-15=HP; got 'AC 5=G'"),
         *((parse_template, text, "templates are written as GX[KR]XXP") for text in ("G[KR", "G1", "(2)G", "G[]")),
         (parse_template, "GX{ACDEFGHIKLMNPQRSTVWY}", "leaves no residue at position 3"),
+        (parse_template, "A(0)-x(2)-G", "repeats an element 0 times"),
+        (parse_allowed, ["10=AG", "9-11=P"], "position 10 is constrained twice"),
     ],
 )
 def test_invalid_notation(parse: Callable[..., object], text: str | list[str], message: str) -> None:
