@@ -406,13 +406,15 @@ def items_of(given: Iterable[Any], noun: str) -> list[Any]:
 
     Raises:
         TypeError: it is a mapping or a table, whose items are keys or names of columns, a set, which has no order, or a
-            text of another library, as Biopython's `Seq`, whose items are letters.
+            sequence of another library, as Biopython's `Seq`, whose items are letters.
     """
-    if hasattr(given, "upper") and not isinstance(given, str | np.ndarray):
-        raise TypeError(f"a {noun} must be a string, got {type(given).__name__}: give its residues as one")
     if isinstance(given, Mapping | set | frozenset) or hasattr(given, "columns"):
         raise TypeError(f"`{noun}s` must be a list, got {type(given).__name__}; give its values, or one of its columns")
-    return list(given)
+    items = list(given)
+    of_letters = bool(items) and all(isinstance(one, str) and len(one) == 1 for one in items)
+    if of_letters and not isinstance(given, str) and (hasattr(given, "seq") or str(given) == "".join(items)):
+        raise TypeError(f"a {noun} must be a string, got {type(given).__name__}: give its residues as one")
+    return items
 
 
 def as_list(items: Sequences, noun: str = "sequence") -> list[str]:

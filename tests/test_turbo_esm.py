@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -236,6 +236,19 @@ def test_records_stand_for_their_sequences(turbo: TurboEsm, tmp_path: Path) -> N
         turbo.embed([7])  # type: ignore[list-item]
 
 
+class Letters:
+    """A sequence of another library, such as biotite's."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.text)
+
+
 @pytest.mark.parametrize("call", ["embed", "prefill", "generate", "score", "score_pairs", "score_many_variants"])
 def test_keys_names_of_columns_and_sets_are_not_lists_of_residues(turbo: TurboEsm, call: str) -> None:
     table = pandas.DataFrame({"ID": ["a"], "SEQVENCE": ["MKTAY"]})
@@ -243,9 +256,9 @@ def test_keys_names_of_columns_and_sets_are_not_lists_of_residues(turbo: TurboEs
         arguments = ("MKTAY", given) if call == "score" else (["MKTAY"], given) if call == "score_pairs" else (given,)
         with pytest.raises(TypeError, match="give its values, or one of its columns"):
             getattr(turbo, call)(*arguments)
-    for text in (Seq("MKTAY"), SeqRecord(Seq("MKTAY"))):
+    for text in (Seq("MKTAY"), SeqRecord(Seq("MKTAY")), Letters("MKTAY")):
         arguments = ("MKTAY", text) if call == "score" else (["MKTAY"], text) if call == "score_pairs" else (text,)
-        with pytest.raises(TypeError, match="must be a string, got Seq"):
+        with pytest.raises(TypeError, match=f"must be a string, got {type(text).__name__}"):
             getattr(turbo, call)(*arguments)
 
 

@@ -186,7 +186,8 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
     Raises:
         ValueError: the model or its calibration cannot be loaded.
     """
-    auto = getattr(options, "calibration", None) == "auto"
+    # In eight bits, a model is calibrated before its products are rounded.
+    auto = getattr(options, "calibration", None) == "auto" and options.precision is None
     check_minimum(1, threads=options.threads)
     with unusable_input(f"{options.model or 'the embedded model'} cannot be loaded"):
         with working("loading the model"):

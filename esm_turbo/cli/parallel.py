@@ -71,6 +71,8 @@ class Spread(Generic[_Options]):
             names = cuda_devices()
         if names == ():
             raise ValueError("--devices all finds no CUDA device here; --workers N uses processes on the CPU")
+        if names is not None and options.dtype is None and len({name.partition(":")[0] for name in names}) > 1:
+            raise ValueError(f"--devices {' '.join(names)} load the model in dtypes of their own: give --dtype as well")
         if names is not None and options.device not in (None, *names[:1]):
             raise ValueError(f"--device {options.device} is one device; leave it out beside --devices and --workers")
         return cls(options, names, threads, more)

@@ -33,6 +33,7 @@ def test_which_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "0"], "--workers must be at least 1, got 0"),
         (["--workers", "2", "--devices", "all"], "give one of them"),
         (["--devices", "all"], "--devices all finds no CUDA device here; --workers N uses processes on the CPU"),
+        (["--devices", "cpu", "cuda:0"], "--devices cpu cuda:0 load the model in dtypes of their own: give --dtype"),
         (["--workers", "2", "--device", "cuda:1"], "--device cuda:1 is one device; leave it out"),
         (
             ["--device-map", "auto", "--workers", "2"],
@@ -41,7 +42,7 @@ def test_which_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--engine", "ray"], "--engine ray needs --workers N, the number of actors"),
         (["--workers", "2", "--address", "auto"], "--address auto is that of a Ray cluster; give --engine ray as well"),
     ],
-    ids=["none", "both", "no-gpu", "device", "map", "ray", "address"],
+    ids=["none", "both", "no-gpu", "kinds", "device", "map", "ray", "address"],
 )
 def test_what_cannot_be_spread(esm, fasta, tmp_path, monkeypatch, options, message) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
