@@ -402,6 +402,8 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
         what = "has hooks"
     elif not is_own:
         what = "has a forward of its own"
+    elif isinstance(made, nn.ModuleList) and len(made) != len(module):  # type: ignore[arg-type]
+        what = f"has {len(module)} modules, not {len(made)}"  # type: ignore[arg-type]
     elif options:
         what = f"has another {min(options)}"
     else:

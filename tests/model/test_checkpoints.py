@@ -114,7 +114,9 @@ class Doubling(ModelHook):
         (lambda model: setattr(model.lm_head, "dense", torch.nn.Identity()), "lm_head.dense is a Identity"),
         (lambda model: register_parametrization(model.lm_head.dense, "weight", torch.nn.Tanh()), "is a Parametrized"),
         (lambda model: add_hook_to_module(model.esm.encoder.layer[0], Doubling()), "layer.0 has hooks"),
-        (lambda model: model.esm.encoder.layer.pop(1), "does not fit its configuration: .* has no attribute"),
+        (lambda model: model.esm.encoder.layer.append(model.esm.encoder.layer[0]), "layer has 3 modules, not 2"),
+        (lambda model: model.esm.encoder.layer.pop(1), "layer has 1 modules, not 2"),
+        (lambda model: delattr(model.lm_head, "dense"), "does not fit its configuration: .* has no attribute"),
     ],
 )
 def test_a_model_that_computes_something_of_its_own_is_not_converted(

@@ -100,7 +100,11 @@ function setUpTable(section, name, mark) {
     // A number alone is a position.
     const place = words.length === 1 && at >= 0 && /^-?\d+$/.test(words[0]) ? words[0] : null;
     shown = order.filter((index) => place !== null
-      ? String(rows[index][at]).split(":").includes(place)
+      ? String(rows[index][at]).split(";").some((part) => {
+        // Deleted residues are a range, such as 2_4.
+        const [first, last = first] = part.split("_").map(Number);
+        return first <= place && place <= last;
+      })
       : words.every((word) => texts[index].includes(word)));
     fill();
     const places = new Set(shown.map((index) => rows[index][at]));

@@ -79,7 +79,7 @@ def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[N
     encoder, tree = turbo.model.base_model, tree_of(turbo.model)
     # A look at all takes longer than a token's forward.
     looks = progress is not None or any(tree.modes())
-    begun = model_identity(encoder, sampled=False) if looks else None
+    begun = model_identity(encoder) if looks else None
     if begun is not None:
         begun.check_determinate()
     # Kept here: others might get the addresses of freed ones.
@@ -96,13 +96,13 @@ def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[N
 
 
 def refuse_seen_change(turbo: ContextModel, begun: ModelIdentity) -> None:
-    """As `refuse_changed`, as far as `model_identity` sees changes without reading weights.
+    """As `refuse_changed`, as far as `model_identity` sees changes without reading all weights.
 
     Raises:
         ValueError: the model is not what it was.
     """
     # By value: threads that look at a model at once see it as objects of their own.
-    if begun != model_identity(turbo.model.base_model, sampled=False):
+    if begun != model_identity(turbo.model.base_model):
         raise ValueError(_CHANGED)
 
 

@@ -153,7 +153,7 @@ def iter_embeddings(
     units = [sum(len(record.sequence) for record in piece) for piece in pieces]
 
     def results() -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-        begun = model_identity(turbo.model.base_model, sampled=False) if len(pieces) > 1 else None
+        begun = model_identity(turbo.model.base_model) if len(pieces) > 1 else None
         for number, embedded in run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units):
             # Whoever takes batches may change the model between two.
             if begun is not None:
