@@ -306,7 +306,7 @@ def _agreement_table(results: Sequence[TargetResult], each: bool) -> Table:
         f"agreement with {results[0].reference}",
         ["target", "arm", "Spearman", f"top {top_k} shared", "mean difference"],
         rows,
-        caption="mean difference of pseudo-log-likelihoods, nats per residue",
+        caption="of pseudo-log-likelihoods, nats per residue, whatever ranks",
     )
 
 

@@ -72,7 +72,7 @@ def score(
     """Score candidates, such as peptides, as continuations of targets by pseudo-perplexity.
 
     Every residue of a candidate is masked in turn. A target is computed once for all candidates of the same length.
-    With several arms, the agreement of their rankings is shown. Bad records are reported at the end; all others are
+    With several arms, the agreement of their likelihoods is shown. Bad records are reported at the end; all others are
     scored. A run that was stopped continues where it was, if it has an --out: run the same command again.
 
     Args:
