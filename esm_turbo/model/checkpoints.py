@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -36,6 +37,8 @@ _CONVERT = (
     " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
     " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
 )
+# While it loads a model, transformers changes the default dtype and how weights are tied, for the whole process.
+_LOADING = threading.RLock()
 # Names of dtypes in safetensors files.
 _SAME_SIZE = ({"BF16", "F16", "I16", "U16"}, {"F32", "I32", "U32"})
 
@@ -169,9 +172,10 @@ class CheckpointMixin(PicklableHooksMixin):
         wants_report = kwargs.pop("output_loading_info", False)
         cls._plan_devices(pretrained_model_name_or_path, kwargs)
         try:
-            loaded, report = super().from_pretrained(  # type: ignore[misc]
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            with _LOADING:
+                loaded, report = super().from_pretrained(  # type: ignore[misc]
+                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                )
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or contains code, which is not"

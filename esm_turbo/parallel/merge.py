@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from esm_turbo.files.kinds import STORE_FILE
@@ -65,7 +66,9 @@ def _merge_tables(out: Path, manifests: Sequence[Manifest]) -> None:
         compare(run, "targets")
     if not run.results:
         raise ShardError(f"{shards_folder(out)}: no shard has any results")
-    run.write(out, RunInfo(**manifests[0].run), shards[0]["settings"])
+    used = [RunInfo(**one.run) for one in manifests]
+    devices = " ".join(dict.fromkeys(one.device for one in used))
+    run.write(out, replace(used[0], device=devices), shards[0]["settings"])
 
 
 def _merge_stores(out: Path, parts: Sequence[Path]) -> None:

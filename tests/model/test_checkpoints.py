@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,15 @@ def test_a_model_that_computes_something_of_its_own_is_not_converted(
     change(model)
     with pytest.raises(ValueError, match=message):
         TurboEsmForMaskedLM.from_esm(model)
+
+
+def test_threads_may_load_models(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    dtypes = [torch.float32, torch.bfloat16] * 6
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda dtype: TurboEsmForMaskedLM.from_pretrained(tmp_path, dtype=dtype), dtypes))
+    assert [{x.dtype for x in one.parameters()} for one in made] == [{dtype} for dtype in dtypes]
+    assert torch.get_default_dtype() == torch.float32
 
 
 class OwnClass(EsmForMaskedLM):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,13 @@ def test_what_cannot_be_shared_is_refused(
     assert run("score", "t.fasta", "c.csv", "--shard", "1/2") == 2
     assert "--shard 1/2 writes a part of an output; name the output with --out" in capsys.readouterr().err
     assert set(Path().iterdir()) == before
+
+
+def test_a_table_names_the_devices_of_all_shards(run: Run) -> None:
+    for number in (1, 2):
+        assert run(*COMMANDS["scores.csv"], "--shard", f"{number}/2") == 0
+    state = shards_state("scores.csv")
+    other = replace(state.manifests[2], run=state.manifests[2].run | {"device": "cuda:0"})
+    state.manifests[2] = other
+    merge("scores.csv", state)
+    assert {row["run_device"] for row in read_csv("scores.csv", ["run_device"])} == {"cpu cuda:0"}
