@@ -235,14 +235,16 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
 def watched_values(module: nn.Module) -> list[str]:
     """Names of those values of a module at which every call looks."""
     names = [key for key, _ in _own_values(module) if key not in _SHAPES and _decides(module, key)]
-    return [*names, "training"] if any(rates_of_dropout(module.__dict__).values()) else names
+    return [*names, "training"] if _drops(module) else names
 
 
 def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
     """Name of the first module that drops values at random, as in training; empty for none."""
-    return next(
-        (name for name, module in named if module.training and any(rates_of_dropout(module.__dict__).values())), ""
-    )
+    return next((name for name, module in named if module.training and _drops(module)), "")
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(rates_of_dropout(module.__dict__).values())
 
 
 def rates_of_dropout(own: Mapping[str, Any]) -> dict[str, float]:

@@ -165,10 +165,14 @@ class PooledContexts(TurboKVCache):
 
     def crop(self, tokens: int | Tensor) -> None:
         places = list(map(tuple, self.places.tolist()))
-        least, per_row = len(set(places)), isinstance(tokens, Tensor) and tokens.shape == self.lengths.shape
+        contexts = len(set(places))
         # Read from a device only where rows share a context.
-        wanted = torch.as_tensor(tokens).tolist() if per_row and least < len(places) else places
-        if len(set(zip(places, wanted, strict=True))) > least:
+        if (
+            isinstance(tokens, Tensor)
+            and tokens.shape == self.lengths.shape
+            and contexts < len(places)
+            and len(set(zip(places, tokens.tolist(), strict=True))) > contexts
+        ):
             raise ValueError(_IN_PLACE.format("a length for each row of one context"))
         super().crop(tokens)
 

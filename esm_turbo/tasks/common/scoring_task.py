@@ -27,7 +27,7 @@ from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowRun
 from esm_turbo.tasks.common.run_info import run_settings
-from esm_turbo.tasks.common.same_model import call_on, run_on_model
+from esm_turbo.tasks.common.same_model import run_on_model
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -224,13 +224,15 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
 def score_item(
     turbo: ContextModel, task: ScoringTask[ItemT, ScoresT], item: ItemT, progress: Progress | None = None
 ) -> ScoresT:
-    """Score an item in the only arm of a task, in this process; raises the error of one that cannot be scored."""
+    """Score an item in the only arm of a task, in this process and within the caller's `call_on`.
+
+    Raises the error of an item that cannot be scored.
+    """
     [arm] = task.arms
     rows = task.rows(turbo, item, arm)
     run = task.row_run(turbo, [rows], arm)
     counter = StageProgress(progress, "score", sum(group.predictions for group in rows.groups))
-    with call_on(turbo, progress):
-        [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
+    [found] = run_rows(turbo, [run], store=task.store, advance=counter.advance)
     if isinstance(found, Exception):
         raise found
     return found

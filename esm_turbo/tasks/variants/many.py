@@ -19,6 +19,7 @@ from esm_turbo.tasks.common.homologs import default_query_arm
 from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.tasks.common.same_model import call_on
 from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_item, score_items
 from esm_turbo.tasks.variants.score import ProteinRows, VariantScores, first_position_of, stored_protein
 from esm_turbo.tasks.variants.substitutions import all_substitutions, split_variant
@@ -219,7 +220,8 @@ def score_variants(
         [sequence] = as_list([wild_type], "wild_type")
         item = WildType(sequence, position, names, context)
     warn_if_long([len(sequence)], turbo.model.family)
-    return score_item(turbo, task, item, progress)
+    with call_on(turbo, progress):
+        return score_item(turbo, task, item, progress)
 
 
 def score_many_variants(
