@@ -32,6 +32,7 @@ def write_parquet(
         columns: their names.
         rows: cells, one per column.
         types: of the columns that hold numbers, int64 or float64; all others are text, with every cell as it is.
+            None is no value.
         metadata: the run's settings, JSON values.
 
     Raises:
@@ -47,7 +48,7 @@ def write_parquet(
     with replacing(path) as temporary, file_errors(path), table_writer(temporary, schema) as writer:
         while group := list(islice(left, ROWS_PER_GROUP)):
             cells = [
-                arrow.array([str(cell) if kind is str else cell for cell in column], field.type)
+                arrow.array([str(cell) if kind is str and cell is not None else cell for cell in column], field.type)
                 for column, kind, field in zip(zip(*group, strict=True), kind_of, fields, strict=True)
             ]
             writer.write_table(arrow.table(cells, schema=schema))

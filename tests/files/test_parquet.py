@@ -26,6 +26,11 @@ def test_numbers_are_numbers_and_text_is_as_it_was(tmp_path: Path) -> None:
     assert (info["rows"], info["columns"]) == (2, {"id": "string", "rank": "int64", "score": "double"})
 
 
+def test_no_text_is_no_value(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "x.parquet", COLUMNS, [[None, 1, None]], TYPES, {})
+    assert pyarrow.parquet.read_table(tmp_path / "x.parquet").to_pylist() == [{"id": None, "rank": 1, "score": None}]
+
+
 def test_a_folder_of_parts_is_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 2)
     write_parquet(tmp_path / "1.parquet", COLUMNS, [*ROWS, ["c", 3, 0.0]], TYPES, {})

@@ -71,8 +71,8 @@ def variants(
         variants: CSV or TSV file with a column mutant (H24C, H24C:E26K or p.His24Cys) and, for several wild types, a
             column protein with their identifiers. By default, all single substitutions.
         method: masked masks each position in turn; wild_type masks none, which is cheaper and less accurate;
-            pseudo_perplexity masks every residue of every variant in turn, which is slower and scores insertions and
-            deletions, too (K2_G4del, p.Lys2_Gly3insGlnSer).
+            pseudo_perplexity masks every residue of every variant but B, X and Z in turn, which is slower and scores
+            insertions and deletions, too (K2_G4del, p.Lys2_Gly3insGlnSer).
         arm: How the protein is computed: full recomputes it for every position, frozen stores it at full precision,
             turbo compressed. By default turbo, or frozen if the model has no calibration.
         refresh: Number of residues around each masked position to recompute.

@@ -297,7 +297,7 @@ def _run_wave(
         if job.context in failed:
             job.put(failed[job.context])
             advance(job.group.count)
-        elif job.context and job.group.tokens < budget and not job.group.query:
+        elif job.context and job.group.tokens < budget and not job.group.query and job.group.predicts_one:
             sharing[isinstance(held[job.context].cache, PooledContexts)].append(job)
         else:
             alone.append(job)

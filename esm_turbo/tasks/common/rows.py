@@ -76,6 +76,11 @@ class RowGroup(ABC):
         return self.count
 
     @property
+    def predicts_one(self) -> bool:
+        """Whether each row predicts one token, so that rows of other groups may share its batches."""
+        return self.predictions == self.count
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows."""
         return self.count * self.width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ def generate_records(
 
     Args:
         records: the input proteins.
-        options: see `GenerationOptions`; the same for all records.
+        options: see `GenerationOptions`; the same for all records, also `positions`.
         seed: seed from which those of all rows are derived.
         mask_letter: letter that stands for `<mask>` in the records, one that is no particular residue.
         toks_per_batch: padded tokens per batch, in which every sample is a row; None is 16,384 on CUDA, and else 4,096.
@@ -93,11 +93,14 @@ def generate_records(
         The sequences in the order of the records, and the bad records with the reason.
 
     Raises:
-        ValueError: no residue is allowed, the preset needs a calibration and there is none, the results do not fit
-            into memory, or the model changes meanwhile.
+        ValueError: there is a list of positions for each record, no residue is allowed, the preset needs a calibration
+            and there is none, the results do not fit into memory, or the model changes meanwhile.
     """
     if mask_letter is not None and mask_letter not in UNKNOWN:
         raise ValueError(f"`mask_letter` must be one of {', '.join(UNKNOWN)}, got {mask_letter!r}")
+    # Batches are sorted by length, so that lists would go to other records.
+    if any(isinstance(one, Iterable) for one in options.positions or ()):
+        raise ValueError("`positions` of records must be one list for all of them")
     # Errors that concern all records are raised before any of them runs.
     constraint = allowed_residues(turbo, options)
     with default_storage(turbo):

@@ -29,7 +29,8 @@ class AllowedResidues:
         banned: as in `GenerationOptions`.
 
     Raises:
-        ValueError: a letter is not a residue, a position is invalid, or no residue is left to choose.
+        ValueError: a letter is not a residue, or one that the model does not read, a position is invalid, or no residue
+            is left to choose.
     """
 
     def __init__(self, codes: TokenCodes, vocab_size: int, allowed: Allowed = None, banned: str = "") -> None:
@@ -56,7 +57,10 @@ class AllowedResidues:
         if not letters:
             raise ValueError(f"no residue may be generated {where}: `allowed` and `banned` leave none")
         mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[[self.codes.residues[letter] for letter in letters]] = True
+        tokens = [self.codes.residues[letter] for letter in letters]
+        if self.codes.unknown in tokens:
+            raise ValueError(f"X may not be generated {where}: the model leaves X out of what it reads afterwards")
+        mask[tokens] = True
         return mask
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -223,7 +224,7 @@ def score_pairs(
             need `if __name__ == "__main__":`. None is this process.
 
     `arm`, `refresh`, `place`, `toks_per_batch`, `unknown_residues`, `rescore`, `sort_by` and `store` are those of
-    `score`.
+    `score`. A target that `rescore` has no memory for is named in a warning.
 
     Raises:
         ValueError: a candidate is empty or has a letter that is not a residue, there are no targets, no candidates or
@@ -278,7 +279,10 @@ def _ranked(
     if sort_by == "likelihood":
         name, contexts = None, []
     shown = part_of(progress, stage="rescore")
-    exact = _compared(turbo, replace(task, arms=("full",)), again, name, contexts, shown, runner)
+    exact = _compared(turbo, replace(task, arms=("full",)), again, name, contexts, shown, runner, alone=alone)
+    if exact.failed:
+        reasons = "; ".join(f"target {list(known)[number]}: {error}" for number, error in exact.failed.items())
+        warnings.warn(f"not scored again: {reasons}", stacklevel=3)
     scores = list(found.scores)
     for (index, one), own in zip(known.items(), exact.scores, strict=True):
         scores[index] = one.with_exact(one.ranking()[:rescore], own)

@@ -58,8 +58,8 @@ class VariantScore:
     Attributes:
         variant: its notation, as given.
         score: log-probability of the mutant minus that of the wild type, summed over the substitutions, nats; by
-            pseudo-perplexity, mean log-probability of the variant's residues minus that of the wild type's, nats per
-            residue. Higher means a more likely mutant.
+            pseudo-perplexity, mean log-probability of the variant's residues but B, X and Z minus that of the wild
+            type's, nats per residue. Higher means a more likely mutant.
     """
 
     variant: str
@@ -169,7 +169,10 @@ class WholeRows(RowGroup):
         """See `RowGroup.rows`."""
         whole, at = torch.tensor([list(self.ids)]), self.first + self.positions
         if self.method == "wild_type":
-            return RowBatch(whole, at[None], position_ids=None if self.places is None else self.places[None])
+            # Alone, a position is one prediction of its row, as elsewhere.
+            return RowBatch(
+                whole, at if len(at) == 1 else at[None], position_ids=None if self.places is None else self.places[None]
+            )
         at = at[numbers]
         masked = whole.repeat(len(at), 1).scatter(1, at[:, None], self.codes.mask)
         return RowBatch(masked, at, position_ids=None if self.places is None else self.places.expand_as(masked))

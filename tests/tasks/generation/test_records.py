@@ -75,6 +75,14 @@ def test_a_record_that_does_not_fit_does_not_stop_the_others(exact: TurboEsm, mo
     assert record == "c" and reason.startswith("its 26 residues need more memory than cpu has")
 
 
+def test_positions_are_the_same_for_all_records(exact: TurboEsm) -> None:
+    """Batches are sorted by length, and lists would go to other records."""
+    for records, samples in ((RECORDS[:2], 1), (RECORDS[:1], 2)):
+        options = GenerationOptions(positions=[[3], [2]], num_return_sequences=samples)
+        with pytest.raises(ValueError, match="`positions` of records must be one list for all of them"):
+            generate_records(exact, records, options)
+
+
 @pytest.mark.parametrize("more", [{"num_return_sequences": 10**9}, {"max_new_tokens": 10**9}])
 def test_what_cannot_fit_is_refused_before_it_begins(exact: TurboEsm, more: dict[str, int]) -> None:
     options = GenerationOptions(**({"max_new_tokens": 3} | more))

@@ -127,6 +127,13 @@ def test_seeds_of_rows() -> None:
             row_seeds(invalid, 2)
 
 
+def test_x_is_not_generated_where_it_is_left_out(e1: TurboEsm) -> None:
+    """Later steps would read it as a token."""
+    with pytest.raises(ValueError, match="X may not be generated at position 6: the model leaves X out"):
+        e1.generate("MKTAY<mask>A<mask>", allowed={6: "AX"})
+    assert e1.generate("MKTAY<mask>A", allowed={6: "AX"}, banned="X", temperature=0).sequences == ["MKTAYAA"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

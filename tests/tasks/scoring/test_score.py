@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.tasks.common import forwards
+from esm_turbo.tasks.common import forwards, row_engine
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from esm_turbo.tasks.scoring.specificity import BackgroundFigures
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -222,6 +223,22 @@ def test_a_decoded_context_gives_the_same_scores(turbo: TurboEsm, monkeypatch: p
     decoded = turbo.score(TARGET, CANDIDATES)
     assert decoded.preset == "turbo3"
     assert 0 < (log_probabilities(decoded) - log_probabilities(packed)).abs().max() <= TOLERANCE
+
+
+def test_what_cannot_be_scored_again_is_told(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = row_engine.check_memory
+
+    def check(encoder: Any, tokens: int, **options: Any) -> None:
+        if tokens > 40:
+            raise NotEnoughMemoryError("no memory for a whole protein")
+        original(encoder, tokens, **options)
+
+    monkeypatch.setattr(row_engine, "check_memory", check)
+    with pytest.raises(NotEnoughMemoryError, match="no memory for a whole protein"):
+        turbo.score(TARGET, CANDIDATES, rescore=1)
+    with pytest.warns(UserWarning, match=r"^not scored again: target 1: .*no memory for a whole protein"):
+        found = turbo.score_pairs([TARGET[:9], TARGET], CANDIDATES, rescore=1)
+    assert found[0].rescored and not found[1].rescored and not found.failed
 
 
 def test_the_best_are_scored_again_exactly(turbo: TurboEsm) -> None:

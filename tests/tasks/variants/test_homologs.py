@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.tasks.common.homologs import freeze_query
+from esm_turbo.tasks.common.scoring_task import score_items
+from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.score import FrozenQueryRows
 from tests.helpers.models import E1_MINI
 
@@ -114,6 +116,17 @@ def test_scores_of_the_protein_alone_are_those_of_the_reference_scorer(e1: Turbo
     assert (found.arm, found.preset, found.contexts) == ("full", None, 0)
     many = e1.score_many_variants([WILD_TYPE, WILD_TYPE[:9]], [VARIANTS, ["M1A"]], method=method)
     assert_close(many[0].values, found.values, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["masked", "wild_type"])
+def test_several_proteins_after_the_same_contexts(e1: TurboEsm, method: str) -> None:
+    """Rows with several predictions share no batch with others."""
+    proteins = {WILD_TYPE: VARIANTS, WILD_TYPE[:9]: ["M1A"], WILD_TYPE[:7]: ["M1A", "M1C"]}
+    items = [WildType(one, 1, names, CONTEXTS[:2]) for one, names in proteins.items()]
+    found = score_items(e1, VariantsTask(("frozen",), method=method), items, in_pieces=False)
+    for index, item in enumerate(items):
+        alone = e1.score_variants(item.sequence, item.variants, context=CONTEXTS[:2], method=method)
+        assert_close(found[index].scores["frozen"].values, alone.values, 1e-5)
 
 
 def test_a_cache_of_contexts_and_a_store(e1: TurboEsm, tmp_path: Path) -> None:
