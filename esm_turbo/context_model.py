@@ -275,8 +275,8 @@ class ContextModel:
             Outputs for the new residues and `<eos>`, padded on the right.
 
         Raises:
-            ValueError: the batch does not match the cache, the cache is empty or belongs to another model, or a
-                sequence is invalid.
+            ValueError: the batch does not match the cache, the cache is empty or belongs to another model, `refresh`
+                would run residues of several chains, or a sequence is invalid.
         """
         call = partial(self._extend, cache, as_list(sequences), eos, refresh, append, context_index)
         if append:
@@ -377,6 +377,8 @@ class ContextModel:
         """The rows of an extension: the end of each context, which runs again without `<cls>`, and the new tokens."""
         ids, lengths, nexts = (x.cpu() for x in (cache.token_ids, cache.lengths, cache.next_positions))
         first = torch.maximum(lengths - refresh, (ids[:, 0] == self.codes.cls).long())
+        if refresh and cache.chains is not None:
+            raise ValueError("residues that run again would see all chains of the context: give `refresh=0`")
         bounds = zip(ids.tolist(), first.tolist(), lengths.tolist(), strict=True)
         tails = [row[start:length] for row, start, length in bounds]
         first, lengths, nexts = (of_rows(x, index)[:, None].expand(len(sequences), 1) for x in (first, lengths, nexts))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.config import PRESETS
 from esm_turbo.context_model import ContextModel, as_list
 from esm_turbo.files import identity
 from tests.helpers.models import CLS, assert_same_states
@@ -212,3 +213,17 @@ def test_calls_read_the_weights_of_an_unchanged_model_once(turbo: TurboEsm, monk
     assert not read.called
     identity.exact_identity(turbo.model.base_model)
     assert read.called
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_not_finite_shows_in_every_preset(preset: str) -> None:
+    """Overflow in a context is no finite score: NaN, or an error where a codec cannot store it."""
+    turbo = TurboEsm.from_pretrained(device="cpu", preset=preset)
+    with torch.no_grad():
+        turbo.model.base_model.embeddings.word_embeddings.weight[turbo.codes.residues["W"]] *= 3e37
+    if preset == "paper":
+        with pytest.raises(ValueError, match="hidden states are not finite, and 'paper' would hide it"):
+            turbo.prefill(["MKTAYIA", "MKWAYIAKQR"])
+        assert turbo.prefill("MKTAYIA").lengths.tolist() == [8]
+    else:
+        assert not turbo.extend(turbo.prefill("MKWAYIAKQR"), "AG").logits.isfinite().any()

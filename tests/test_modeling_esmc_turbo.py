@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import EsmcForMaskedLM, EsmcModel
 
-from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
 from tests.helpers.models import (
     EOS,
+    ESMC_MINI,
     MASK,
     assert_same_output,
     cast,
@@ -362,6 +363,19 @@ def test_chains_are_appended_saved_and_cut(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="several chains: say by `sequence_id` which one appended tokens belong to"):
         ours(new, past_key_values=cache, use_cache=True)
     assert cache.lengths.tolist() == [16, 10]
+
+
+def test_what_runs_residues_again_takes_one_chain() -> None:
+    """They would see all chains, while what is cached of them has seen its own."""
+    turbo = TurboEsm.from_pretrained(ESMC_MINI, device="cpu", preset="exact")
+    with torch.no_grad():
+        cache = turbo.model(random_ids([14])[0], sequence_id=CHAINS[:1], use_cache=True).past_key_values
+    for call in (turbo.score, turbo.score_variants):
+        with pytest.raises(ValueError, match=r"a (target|wild type) cannot be a cache of several chains"):
+            call(cache, ["A1G"] if call == turbo.score_variants else ["AG"])
+    with pytest.raises(ValueError, match="would see all chains of the context: give `refresh=0`"):
+        turbo.extend(cache, "AG")
+    assert turbo.extend(cache, "AG", refresh=0).logits.shape[1] == 3
 
 
 @torch.no_grad()

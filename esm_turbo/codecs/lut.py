@@ -32,6 +32,8 @@ _KERNEL_FIELDS = 16
 class LutCodec(KVCodec):
     """Look-up tables per head for keys and for values, with sign correction."""
 
+    keeps_nan = False
+
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
         """See `KVCodec.fit`.

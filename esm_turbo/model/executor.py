@@ -14,7 +14,7 @@ from torch import Tensor
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
 from esm_turbo.files.identity import model_identity, rounding, seen_attention, seen_code
-from esm_turbo.kv.append import NewTokens
+from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -237,6 +237,7 @@ class Executor:
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:
             assert plan.cache is not None
+            _check_finite(plan.cache, output[0], plan.append)
             plan.cache.commit(plan.append)
         return output if plan.order is None else in_order(output, plan.order.argsort())
 
@@ -415,6 +416,7 @@ class Executor:
         if replayed is None:
             return None
         states, filled = replayed
+        _check_finite(cache, states)
         cache.take_over(filled)
         return self.encoder.output(states, None)
 
@@ -487,6 +489,30 @@ class Executor:
             if made is not None:
                 return made
         return self.kv.decode(cache)
+
+
+def _check_finite(cache: TurboKVCache, states: Tensor, append: Append | None = None) -> None:
+    """Check new tokens if the codec would store what is not finite as if it were.
+
+    Args:
+        cache: that will hold them.
+        states: last hidden states, [batch, n, hidden_size], which are not finite where keys or values were not.
+        append: the tokens; None for all.
+
+    Raises:
+        ValueError: one is not finite.
+    """
+    assert cache.codec is not None
+    if cache.codec.keeps_nan or (states.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    finite = states.isfinite().all(2)
+    if append is not None:
+        order, counts = append.order.to(finite.device), append.counts.to(finite.device)
+        finite = finite.gather(1, order) | (torch.arange(finite.shape[1], device=finite.device) >= counts[:, None])
+    if not bool(finite.all()):
+        raise ValueError(
+            f"the model's hidden states are not finite, and {cache.config.name!r} would hide it: try another dtype"
+        )
 
 
 def _fits_graphs(cache: TurboKVCache) -> bool:

@@ -224,10 +224,13 @@ def single_row(cache: TurboKVCache, role: str) -> list[int]:
         role: its role in the error message, such as `a target`.
 
     Raises:
-        ValueError: it has no row, or several.
+        ValueError: it has no row, or several, or several chains.
     """
     if cache.batch_size != 1:
         raise ValueError(f"{role} must be a cache of one row, this one has {cache.batch_size}: see `cache.select`")
+    if cache.chains is not None:
+        # Residues that run again would see all of them.
+        raise ValueError(f"{role} cannot be a cache of several chains: use `model` with `sequence_id`")
     ids: list[int] = cache.token_ids[0, : cache.get_seq_length()].tolist()
     return ids
 

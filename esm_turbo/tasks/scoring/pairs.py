@@ -182,7 +182,7 @@ def score(
         # As it is now: `progress` may change the caller's.
         context = copy.copy(context)
         ids = cached_target(turbo.codes, context)
-        is_whole = ids[0] == turbo.codes.cls and context.positions is None and context.chains is None
+        is_whole = ids[0] == turbo.codes.cls and context.positions is None
         if rescore and not is_whole:
             raise ValueError("`rescore` computes a whole target again, and the cache does not hold one from <cls> on")
         pair = TargetPairs(turbo.codes.decode(token for token in ids if token != turbo.codes.cls), own, context)
