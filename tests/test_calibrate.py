@@ -395,6 +395,19 @@ def test_bad_batches_are_refused_and_leave_no_trace(model, proteins, ids, mask, 
     np.testing.assert_array_equal(unchanged.sample.keys, expected.sample.keys)
 
 
+@pytest.mark.parametrize("whole_layer", [False, True])
+def test_dead_heads_are_calibrated(tiny_esm, proteins, whole_layer):
+    """Constant values of one head, and a layer whose values are zero."""
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    value = model.esm.encoder.layer[1].attention.self.value
+    with torch.no_grad():
+        value.weight[: None if whole_layer else 16] = 0
+        if whole_layer:
+            value.bias.zero_()
+    calibration = fitted(model, [proteins]).finalize()
+    assert all(t.isfinite().all() for name in PRODUCT_PRESETS for t in calibration.codec(name).state.values())
+
+
 @pytest.mark.parametrize("rows", [[], [[CLS, 5, 6, 7, 8, 9, 10, 11, EOS]]])
 def test_too_few_residues(model, rows):
     calibrator = fitted(model, [[torch.tensor(row)] for row in rows])

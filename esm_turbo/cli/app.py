@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import re
 import sys
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     # Otherwise Python looks for garbage in all modules as it ends, which takes longer than what some commands do.
     atexit.register(gc.freeze)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What an encoding lacks must not end a run that has written its results.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         interrupts.catch()
         code = run(sys.argv[1:] if arguments is None else arguments)

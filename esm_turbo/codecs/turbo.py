@@ -438,7 +438,7 @@ def _dominant_runs(
 def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) -> list[float]:
     """The step of each component of a run of the greatest width: the best one, or that which cuts nothing off.
 
-    Heads count as their errors do.
+    Heads count as their errors do. Where the sample is zero, the step is 1.
 
     Args:
         samples: the components of the sample, standardised, [heads, tokens, size].
@@ -448,9 +448,10 @@ def _own_steps(samples: Array, weights: npt.NDArray[np.float32], errors: Array) 
     weights = weights / np.maximum(weights.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     steps = []
     for i in range(samples.shape[2]):
-        best = uniform_quantizer(samples[..., i], 2**MAX_WIDTH, weights * errors[:, i, None]).step
+        own = weights * errors[:, i, None]
+        best = uniform_quantizer(samples[..., i], 2**MAX_WIDTH, own).step if own.any() else 0.0
         whole = 2 * float(np.abs(samples[..., i]).max()) / (2**MAX_WIDTH - 1)
-        steps.append(_BEYOND_SAMPLE * max(best, whole))
+        steps.append(_BEYOND_SAMPLE * max(best, whole) or 1.0)
     return steps
 
 

@@ -76,7 +76,7 @@ def measure_calibration(
     return Quality(
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
-        sequences_sha256=sha256_residues(p.sequence for p in proteins),
+        sequences_sha256=sha256_residues(p.text for p in proteins),
         dtype=str(turbo.model.dtype).removeprefix("torch."),
         device=turbo.model.device.type,
         presets={name: figures_of(comparison) for name, comparison in loo.turbo_frozen.items()},

@@ -26,11 +26,13 @@ MASKED_APART = 7
 
 
 def masked_rows(sequence: str, symbol: str) -> list[str]:
-    """A protein with every seventh residue masked, from the first, the second, ... on: each is masked once."""
-    return [
-        "".join(symbol if i % MASKED_APART == first else residue for i, residue in enumerate(sequence))
-        for first in range(min(MASKED_APART, len(sequence)))
-    ]
+    """A protein with every seventh residue masked, from the first, the second, ... on: each but X is masked once."""
+    known = [index for index, residue in enumerate(sequence) if residue != "X"]
+    rows = []
+    for first in range(min(MASKED_APART, len(known))):
+        masked = set(known[first::MASKED_APART])
+        rows.append("".join(symbol if index in masked else residue for index, residue in enumerate(sequence)))
+    return rows
 
 
 @torch.no_grad()
@@ -48,34 +50,37 @@ def after_homologs(
         advance: called with 1 after every protein.
 
     Raises:
-        ValueError: a homolog is invalid, see `encode_homologs`.
+        ValueError: a protein has no residue but X, or a homolog is invalid, see `encode_homologs`.
     """
     arms = Arms.of(configs, "after homologs")
     codes, model = turbo.codes, turbo.model
     for protein in proteins:
         context = protein.context_ids(turbo)
-        # X is left out of sequences.
-        rows = masked_rows(protein.sequence.replace("X", ""), codes.mask_symbol)
+        rows = masked_rows(protein.sequence, codes.mask_symbol)
+        if not rows:
+            raise ValueError(f"{protein.name}: holds no residue but X")
         queries = [codes.whole(codes.encode(row, protein.name)) for row in rows]
+        # X is left out, and its position kept.
+        width = len(codes.present(queries)[0][0])
         present, places = codes.present([context])
         positions = None if places is None else codes.batch(places)[0]
         _, caches = prefill(model, [FROZEN, *configs.values()], *codes.batch(present), positions)
-        residues = np.arange(len(rows[0]))
+        residues = np.arange(width - codes.around)
         # `<bos>` and `<eos>` of the first row, and the masked residues between.
         of_row = np.concatenate([[0], residues % MASKED_APART, [0]])
-        column = np.concatenate([[0], residues + len(codes.before), [len(queries[0]) - 1]])
+        column = np.concatenate([[0], residues + len(codes.before), [width - 1]])
 
         whole, at = codes.present([[*context, *query] for query in queries])
         ids, mask = (x.to(model.device) for x in codes.batch(whole))
         found = model(ids, mask, None if at is None else codes.batch(at)[0].to(model.device), output_hidden_states=True)
-        last = ids.shape[1] - len(queries[0]) + column
+        last = ids.shape[1] - width + column
         full = _outputs(found.hidden_states[-1], found.logits, of_row, last)
         of = {}
         for config, cache in caches.items():
             extended = turbo.extend(cache, rows)
             of[config] = _outputs(extended.hidden_states, extended.logits, of_row, column)
         frozen, compressed = of[FROZEN], [(name, of[config]) for name, config in configs.items()]
-        arms.add(protein, full, frozen, compressed, np.isin(column, (0, len(queries[0]) - 1)))
+        arms.add(protein, full, frozen, compressed, np.isin(column, (0, width - 1)))
         advance(1)
     return arms
 

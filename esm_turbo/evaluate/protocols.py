@@ -56,6 +56,11 @@ class Protein:
         homologs, _, sequence = text.rpartition(SEPARATOR)
         return cls(name, sequence, structural_class, homologs)
 
+    @property
+    def text(self) -> str:
+        """Inverse of `of`."""
+        return SEPARATOR.join(filter(None, (self.homologs, self.sequence)))
+
     def __len__(self) -> int:
         return len(self.sequence)
 
@@ -195,12 +200,7 @@ def leave_one_out(
         frozen = extend_each_token(model, caches[FROZEN], input_ids[0], layers)
         # One after the other, since each holds the states of all layers.
         compressed = (
-            (
-                name,
-                frozen
-                if config.codec == FROZEN.codec
-                else extend_each_token(model, caches[config], input_ids[0], layers),
-            )
+            (name, frozen if config == FROZEN else extend_each_token(model, caches[config], input_ids[0], layers))
             for name, config in configs.items()
         )
         arms.add(protein, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.base_model.special_ids))
@@ -273,7 +273,7 @@ def extend_at_end(
             for w in ws:
                 frozen = _extended(turbo, caches[FROZEN], own, k, w)
                 compressed = {
-                    name: frozen if config.codec == FROZEN.codec else _extended(turbo, caches[config], own, k, w)
+                    name: frozen if config == FROZEN else _extended(turbo, caches[config], own, k, w)
                     for name, config in configs.items()
                 }
                 for row, protein in enumerate(own):

@@ -175,7 +175,7 @@ class Provenance:
         calibration: provenance of the calibration; None without one.
         proteins: number of proteins evaluated.
         residues: their total number of residues.
-        sequences_sha256: of the sequences, one per line.
+        sequences_sha256: of the sequences, each after its homologs, one per line.
     """
 
     model: str

@@ -157,7 +157,7 @@ def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
         calibration=None if calibration is None else calibration.provenance,
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
-        sequences_sha256=sha256_residues(p.sequence for p in proteins),
+        sequences_sha256=sha256_residues(p.text for p in proteins),
     )
 
 

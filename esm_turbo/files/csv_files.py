@@ -77,17 +77,13 @@ def read_csv(
         it was before `write_csv`. Empty rows are left out.
 
     Raises:
-        CsvError: the file is missing, not text, damaged or empty, lacks a column or has one twice, or a row is longer
-            than the first line.
+        CsvError: the file is missing, not text, damaged or empty, lacks a column or has one twice, a row is longer than
+            the first line, or a cell between tabs goes on after a tab or a line.
     """
     try:
         delimiter = delimiter_of(path)
-        return _rows(
-            csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True),
-            required,
-            optional,
-            aliases or {},
-        )
+        lines = csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True)
+        return _rows(lines, required, optional, aliases or {}, quotes=delimiter != "\t")
     except UnicodeDecodeError:
         reason = "is not text; give a table separated by commas or tabs, encoded as UTF-8, plain or gzip"
     except csv.Error as error:
@@ -132,7 +128,10 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return Path(os.fspath(path).lower().removesuffix(".gz")).suffix
 
 
-def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], aliases: Mapping[str, str]) -> list[CsvRow]:
+def _rows(
+    lines: Reader, required: Sequence[str], optional: Sequence[str], aliases: Mapping[str, str], *, quotes: bool
+) -> list[CsvRow]:
+    """The rows of a table; `quotes` lets a cell hold what separates them."""
     names = [from_cell(name).strip() for name in next(lines, [])]
     head = [name.lower() for name in names]
     if not any(head):
@@ -152,6 +151,9 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]
+        if not quotes and any(set("\t\r\n") & set(text) for text in texts):
+            # Most programs quote nothing between tabs: such a cell has swallowed others.
+            raise ValueError(f"line {begin} has a quotation mark that ends in line {lines.line_num}; remove it")
         if any(texts[len(names) :]):
             raise ValueError(
                 f"line {begin} has {len(texts)} cells, the first line names {len(names)} columns; quote cells that hold"

@@ -69,7 +69,7 @@ class Quality:
     Attributes:
         proteins: number of proteins.
         residues: their residues.
-        sequences_sha256: of the sequences, one per line.
+        sequences_sha256: of the sequences, each after its homologs, one per line.
         dtype: of the model that was measured.
         device: type of its device.
         presets: by preset, the quantisation error: every residue in turn is new, against contexts at full precision.

@@ -184,7 +184,7 @@ class SensitivityCollector(Collector):
                 group.keys.add_to(value_sums[heads], squared.sum(2).mul_(group.scale))
                 # Rounding may make a squared distance negative.
                 group.keys.add_to(key_sums[heads], gain.sum(2).clamp_min_(0).mul_(group.scale))
-                of_pairs = (gain @ group.to_blocks).flatten(1)
+                of_pairs = (gain @ group.to_blocks).flatten(1).clamp_min_(0)
                 gains[heads, group.pairs] = of_pairs if group.pair_places is None else of_pairs[:, group.pair_places]
         return key_sums.mul_(self.residues), value_sums.mul_(self.residues), gains
 

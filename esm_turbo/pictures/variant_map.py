@@ -27,7 +27,7 @@ from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.score import VariantScores
-from esm_turbo.tasks.variants.substitutions import has_indel, parse_variants, split_variant
+from esm_turbo.tasks.variants.substitutions import Substitution, has_indel, parse_variants, split_variant
 
 # Variants of which each has a bar.
 _FEW = 20
@@ -43,7 +43,8 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     wild_type, arm = result.wild_type, result.reference
     scores = {name: effects(result, name) for name in result.scores}
     singles = int(np.isfinite(scores[arm]).sum())
-    several = len(result.variants) - sum(map(_is_single, result.variants))
+    without_row = sum(one.mutant not in STANDARD_RESIDUES for _, one in _single_substitutions(result))
+    several = len(result.variants) - len(_single_substitutions(result))
     indels = any(has_indel(one.variant) for one in result.variants)
     layout: list[Tracks | Sequence[Panel]] = []
     if singles:
@@ -66,6 +67,8 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
             parts.append("Gaps stand for positions left out." if (np.diff(shown) > 1).any() else "")
         parts.append("Grey was not scored." if not whole.all() else "")
         parts.append("Entropy is over the 20 residues." if whole.any() and _has_entropy(result) else "")
+    if without_row:
+        parts.append(f"{counted(without_row, 'variant')} by other residues than the 20: not in the map.")
     if several:
         changes = f"several substitutions{', insertions or deletions' if indels else ''}"
         parts.append(f"{counted(several, 'variant')} of {changes}{': not in the map' if singles else ''}.")
@@ -86,10 +89,8 @@ def effects(result: ProteinVariants, arm: Arm) -> Array:
     A variant that occurs several times counts once.
     """
     sequence = result.wild_type.sequence
-    single = [number for number, variant in enumerate(result.variants) if _is_single(variant)]
-    names = [result.variants[number].variant for number in single]
     values = np.full((len(RESIDUE_ORDER), len(sequence)), np.nan)
-    for number, [one] in zip(single, parse_variants(names, sequence, result.first_position), strict=True):
+    for number, one in _single_substitutions(result):
         if one.mutant in STANDARD_RESIDUES:
             values[RESIDUE_ORDER.index(one.mutant), one.index] = result.scores[arm].scores[number].score
     scored = np.isfinite(values).any(axis=0)
@@ -97,6 +98,13 @@ def effects(result: ProteinVariants, arm: Arm) -> Array:
         if scored[index] and letter in RESIDUE_ORDER:
             values[RESIDUE_ORDER.index(letter), index] = 0.0
     return values
+
+
+def _single_substitutions(result: ProteinVariants) -> list[tuple[int, Substitution]]:
+    """Variants of one substitution, each with its number among all."""
+    names = {number: one.variant for number, one in enumerate(result.variants) if _is_single(one)}
+    parsed = parse_variants(list(names.values()), result.wild_type.sequence, result.first_position)
+    return [(number, one) for number, [one] in zip(names, parsed, strict=True)]
 
 
 def _is_single(variant: MeasuredVariant) -> bool:

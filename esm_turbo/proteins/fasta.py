@@ -45,11 +45,13 @@ _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
 # A line of a list of sequences, and the names of columns, which may consist of residues, too.
 _LISTED = re.compile(rf"[A-Za-z?*{re.escape(GAPS)}]+", re.ASCII)
 _COLUMN_NAMES = ("sequence", "binder")
+_HEADLINES = {"seq", "sequences", "binders", "peptide", "peptides", "candidate", "candidates", "protein", "proteins"}
 # Records of HH-suite's alignments that are no proteins of the family, such as a predicted secondary structure.
 _ANNOTATION = re.compile(r">(?:ss|sa|aa)_(?:pred|conf|dssp)(?!\S)")
 # `sp|P69905|HBA_HUMAN`: database, accession and entry name.
 _UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
-_CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
+# An EC number looks the same.
+_CATH_CODE = re.compile(r"(?<!EC)(?<!EC:)(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
 _CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
 _NOT_TEXT = "is not text; give protein sequences in FASTA format, encoded as UTF-8, plain or gzip"
 _SHOWN_CHARACTERS = 60
@@ -220,7 +222,7 @@ def read_fasta(
         if accessions:
             identifier = next(iter(uniprot_parts(identifier)), identifier)
         try:
-            if not identifier:
+            if not identifier or _NAMES_FIRST.match(identifier):
                 raise _Rejected("the header names no identifier; write one directly after '>'")
             earlier = first_use.setdefault(identifier, number)
             if earlier != number:
@@ -380,7 +382,8 @@ def _with_headers(lines: Iterable[str]) -> Iterator[str]:
             yield from remaining
         elif text:
             count += 1
-            if not _LISTED.fullmatch(text) or text.lower() in _COLUMN_NAMES:
+            is_name = text.lower() in _COLUMN_NAMES or (text.lower() in _HEADLINES and not text.isupper())
+            if is_name or not _LISTED.fullmatch(text):
                 raise _Rejected(
                     f"line {number} is {_shown(text)}, not a sequence of residues; write one sequence per line and"
                     " nothing else, or FASTA, or name a table .csv or .tsv"

@@ -1,5 +1,6 @@
 """The application: arguments, exit codes, and errors in one line."""
 
+import io
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import esm_turbo
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.cli import app
 from esm_turbo.cli.app import as_options
 from tests.helpers.command_inputs import files
 
@@ -24,6 +26,17 @@ def test_help_and_version(esm):
     assert esm("--version").out.strip() == esm_turbo.__version__
     for option in ("--repr-layers", "--include", "--truncation-seq-length", "--format"):
         assert option in esm("embed", "--help").out
+
+
+def test_what_an_encoding_lacks_ends_no_run(monkeypatch):
+    """Results may have been written by then."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(app, "run", lambda arguments: print("a…") or 0)
+    with pytest.raises(SystemExit) as ended:
+        app.main([])
+    out.flush()
+    assert (ended.value.code, out.buffer.getvalue()) == (0, b"a\\u2026\n")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,16 @@ def test_every_residue_is_masked_once() -> None:
     assert rows[0] == "?CDEFGH?KLMNPQ?ST" and len(rows) == 7
     assert [sum(row[i] == "?" for row in rows) for i in range(17)] == [1] * 17
     assert masked_rows("AC", "?") == ["?C", "A?"]
+    assert masked_rows("XAXC", "?") == ["X?XC", "XAX?"] and not masked_rows("XX", "?")
+
+
+def test_x_keeps_its_position(e1: TurboEsm) -> None:
+    """Whoever cuts it out measures another protein."""
+    kept, cut = (
+        e1.evaluate(f"{FAMILY[0]},{query}", ["turbo1"])["turbo1"].leave_one_out.against_frozen.residues
+        for query in ("MKTXAYIAKQ", "MKTAYIAKQ")
+    )
+    assert kept.tokens == cut.tokens == 9 and kept.kl_mean != pytest.approx(cut.kl_mean, rel=1e-3)
 
 
 def test_compression_is_the_only_error(e1: TurboEsm) -> None:
@@ -71,6 +81,7 @@ def test_whole_forwards_of_two_precisions_have_the_homologs(e1: TurboEsm) -> Non
     [
         ("MKTAY", "lonely: .*no homolog is given"),
         ("MKTAY,", "lonely: holds no residues"),
+        ("MKTAY,XX", "lonely: holds no residue but X"),
         ("MK?AY,MKT", "lonely: position 3 is a mask, which only a query may have"),
         ("MKT,,MKT", "lonely, homolog 2: holds no residues"),
         ("MKT\nMKA,MKT", "lonely: has white space inside; remove it, or separate homologs by commas"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo import TurboEsm
+from esm_turbo import TurboConfig, TurboEsm
 from esm_turbo.evaluate import Evaluation, TokenAccuracy, protocols
 from tests.helpers.evaluation import OFF, SEQUENCES, cache_of, check, ids_of
 
@@ -55,6 +55,14 @@ def test_leave_one_out_equals_one_extension_per_token(tiny: TurboEsm, evaluation
                 arms[preset, special].append((out.hidden_states[-1][0, 0], out.logits[0, 0]))
     loo = evaluation["paper"].leave_one_out
     arms.check(evaluation.frozen.leave_one_out, loo.against_frozen, loo.against_full)
+
+
+def test_special_tokens_in_half_precision_are_measured(tiny: TurboEsm) -> None:
+    """The codec `exact` with other options is not the exact cache."""
+    config = TurboConfig(codec="exact", protect_special_tokens=True)
+    found = tiny.evaluate(SEQUENCES[:1], [config], extend_ks=(1,), refresh_ws=(0,)).presets[0]
+    for one in (found.leave_one_out, found.extend[0]):
+        assert one.against_frozen.residues.relative_rms_error > 0
 
 
 def test_leave_one_out_does_not_depend_on_the_chunk_size(

@@ -111,6 +111,16 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert path.read_text() == "old"
 
 
+def test_quotation_marks_between_tabs_swallow_no_rows(tmp_path):
+    """Most programs that write tabs quote nothing."""
+    path = tmp_path / "x.tsv"
+    path.write_text('id\tsequence\tnote\na\tAA\t"5\' end\nb\tCC\tof x"\nc\tDD\t\n')
+    with pytest.raises(CsvError, match=r"line 2 has a quotation mark that ends in line 3; remove it$"):
+        read_csv(path, ["sequence"])
+    path.write_text('id\tsequence\tnote\na\tAA\t"x"\nb\tCC\t\n')
+    assert [row["sequence"] for row in read_csv(path, ["sequence"])] == ["AA", "CC"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

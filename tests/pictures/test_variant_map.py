@@ -140,3 +140,4 @@ def test_residues_without_a_row_are_left_out(variants) -> None:
     values = effects(result, "turbo")
     assert np.isfinite(values).sum() == 2
     assert values[RESIDUE_ORDER.index("A"), 0] == result.scores["turbo"].values[1]
+    assert "1 variant by other residues than the 20: not in the map." in variant_sheet(result, "").caption

@@ -205,6 +205,8 @@ def test_variants_of_a_file_give_the_same_records(write, content):
         ("4.10.410.10", "little_structure"),
         ("6.10.250.10", None),
         ("version 3.40.50", None),
+        ("Endolysin EC 3.2.1.17 OS=T4", None),
+        ("lipase EC: 3.1.1.3", None),
         ("subclass=x", None),
         ("", None),
     ],
@@ -277,6 +279,12 @@ def test_two_first_positions_are_refused(write):
     good, bad = read_fasta(write(">a first_position=24 first_position=24\nMKT\n>b first_position=-2\nMKT\n"))
     assert [(one.id, one.first_position) for one in good] == [("b", -2)]
     assert bad == [BadRecord("a", "the header states `first_position` more than once; leave one")]
+
+
+def test_a_first_position_is_no_identifier(write):
+    good, [bad] = read_fasta(write(">first_position=24\nMKT\n>a first_position=24\nMKT\n"))
+    assert [(one.id, one.first_position) for one in good] == [("a", 24)]
+    assert bad.reason == "the header names no identifier; write one directly after '>'"
 
 
 @pytest.mark.parametrize("stated", ["first_position=3x", "first_position=+3", "FIRST_POSITION=9", "first_position= 3"])

@@ -265,7 +265,8 @@ def _ranked(
         raise ValueError(
             "no candidate has several targets, so that none is compared with anything: give a `background`"
         )
-    name, contexts = background_contexts(background, sum(len(one.candidates) for one in pairs) // len(_unique(pairs)))
+    distinct = len(set(_on_valid_targets(turbo, pairs)))
+    name, contexts = background_contexts(background, distinct // len(_unique(pairs)))
     found = _compared(turbo, task, pairs, name, contexts, progress, runner, alone=alone)
     found = PairScores(tuple(one and replace(one, sort_by=sort_by) for one in found.scores), found.failed)
     known = {index: one for index, one in enumerate(found.scores) if one is not None}

@@ -60,6 +60,8 @@ _LABEL = 24
 _NAMES = ("id", "candidate")
 # Another name of the column `sequence`.
 _ALIAS = "binder"
+# What libraries write for a cell without a value; in capitals they are peptides.
+_NOTHING = {"nan", "NaN", "None", "null"}
 _NOT_FINITE = "its score is not finite; try --dtype float32"
 _UNKNOWN = "it holds none but unknown residues (B, X, Z); with --unknown-residues score they count"
 # Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
@@ -328,6 +330,8 @@ def _parsed(
         return f"{row[id_column(row)] or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
+        if row["sequence"] in _NOTHING:
+            raise ValueError(f"says {row['sequence']!r}, which stands for no sequence")
         if len(row["sequence"].split()) > 1:
             raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)

@@ -81,7 +81,7 @@ def test_a_list_with_anything_else_is_refused_by_its_line(tmp_path: Path, line: 
     assert repr(line) in str(caught.value) and "one sequence per line" in str(caught.value)
 
 
-@pytest.mark.parametrize("head", ["sequence", "Binder"])
+@pytest.mark.parametrize("head", ["sequence", "Binder", "peptides", "Candidate", "seq"])
 def test_a_list_does_not_begin_with_the_name_of_a_column(tmp_path: Path, head: str) -> None:
     path = tmp_path / "candidates.txt"
     path.write_text(f"{head}\nACDEF\n")
@@ -99,6 +99,21 @@ def test_a_list_does_not_begin_with_the_name_of_a_column(tmp_path: Path, head: s
 )
 def test_candidates_without_identifiers_are_shown_by_their_residues(candidate: Candidate, label: str) -> None:
     assert candidate.label == label
+
+
+@pytest.mark.parametrize("text", ["nan", "NaN", "None", "null"])
+def test_a_cell_without_a_value_is_no_peptide(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text(f"sequence\n{text}\n{text.upper()}\n")
+    [good], [bad] = read_candidates(path, TARGETS)
+    assert good.sequence == text.upper()
+    assert bad == BadRecord("candidate (line 2)", f"says {text!r}, which stands for no sequence")
+
+
+def test_a_list_may_begin_with_the_peptide_peptide(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.txt"
+    path.write_text("PEPTIDE\nACDEF\n")
+    assert [one.sequence for one in read_candidates(path, TARGETS)[0]] == ["PEPTIDE", "ACDEF"]
 
 
 def test_a_space_inside_a_candidate_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo import TurboEsm
-from esm_turbo.tasks.scoring import specificity
+from esm_turbo.tasks.scoring import pairs, specificity
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from esm_turbo.tasks.scoring.specificity import BackgroundFigures, background_contexts, figures_in, figures_on_others
 from tests.helpers.scores import assert_close
@@ -142,6 +142,14 @@ def test_the_shipped_decoys_are_folded_soluble_chains() -> None:
     assert {one.structural_class for one in decoys} == {"mainly_alpha", "mainly_beta", "alpha_beta"}
     assert all(100 <= len(one.sequence) <= 150 for one in decoys)
     assert len({one.structural_class for one in decoys[:3]}) == 3
+
+
+def test_a_repeated_candidate_has_as_many_decoys(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(pairs, "background_contexts", lambda name, targets: asked.append(targets) or (None, []))
+    for targets, candidates in ((TARGETS[:1], ["WTC"] * 4), ([TARGETS[0]] * 4, ["WTC"]), (TARGETS[:2], ["WTC", "wtc"])):
+        turbo.score_pairs(targets, candidates, background="decoys", arm="frozen")
+    assert asked == [1, 1, 2]
 
 
 @pytest.mark.parametrize(("targets", "count"), [(1, 12), (3, 12), (4, 1), (10, 2), (47, 11), (48, 12), (500, 12)])
