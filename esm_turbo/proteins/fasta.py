@@ -271,6 +271,18 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_identifiers(records: Iterable[ProteinRecord]) -> None:
+    """Check that results of records can be told apart by their identifiers.
+
+    Raises:
+        ValueError: one names two sequences.
+    """
+    known: dict[str, str] = {}
+    for record in records:
+        if known.setdefault(record.id, record.sequence) != record.sequence:
+            raise ValueError(f"identifier {record.id!r} names two sequences; rename one of them")
+
+
 def sha256_residues(sequences: Iterable[str]) -> str:
     """SHA-256 digest of sequences in their order, in hexadecimal."""
     return hashlib.sha256("\n".join(sequences).encode()).hexdigest()

@@ -19,7 +19,7 @@ from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import locked_parts, locked_temporary, only_writer
 from esm_turbo.proteins.batches import encode_rows
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, check_identifiers
 from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
@@ -224,12 +224,10 @@ def embedding_writer(
 
 
 def _check_records(records: Sequence[ProteinRecord]) -> None:
-    known: dict[str, str] = {}
+    check_identifiers(records)
     for record in records:
         if any(character in record.id for character in "\t\n\r"):
             raise ValueError(f"identifier {record.id!r} has a tab or a line break; remove it")
-        if known.setdefault(record.id, record.sequence) != record.sequence:
-            raise ValueError(f"identifier {record.id!r} names two sequences; rename one of them")
         if not _LETTERS.fullmatch(record.sequence):
             raise ValueError(f"record {record.id!r}: give one letter per residue, without `<mask>`, white space or `*`")
 

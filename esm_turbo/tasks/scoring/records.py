@@ -17,6 +17,7 @@ from esm_turbo.proteins.fasta import (
     BadRecord,
     FastaError,
     ProteinRecord,
+    check_identifiers,
     normalize_sequence,
     read_fasta,
 )
@@ -326,6 +327,12 @@ def _parsed(
     def id_column(row: CsvRow) -> str:
         return next((name for name in _NAMES if row[name]), _NAMES[0])
 
+    names = set(map(id_column, rows))
+    both = next((row.line for row in rows if all(row[name] for name in _NAMES)), None)
+    if len(names) > 1 and both is not None:
+        reason = f"line {both} has an 'id' and a 'candidate', other rows one of both; leave one"
+        raise CsvError(f"{os.fspath(path)}: {reason}")
+
     def name(row: CsvRow) -> str:
         return f"{row[id_column(row)] or 'candidate'} (line {row.line})"
 
@@ -338,7 +345,6 @@ def _parsed(
         others = row.without("sequence", _ALIAS, *read, *names)
         return Candidate(row[id_column(row)] or f"#{number}", sequence, target_of(row), others)
 
-    names = set(map(id_column, rows))
     return parse_rows(path, rows, "candidates", name, parse)
 
 
@@ -369,8 +375,12 @@ def score_records(
         progress: called with the stage and residues on all targets in all arms, see `Progress`.
         runner: as of `score_items`, as are `plan` and `journal`.
         **options: of a `ScoreTask`.
+
+    Raises:
+        ValueError: an identifier names two targets, or as of `score_items`.
     """
     targets, candidates = list(targets), list(candidates)
+    check_identifiers(targets)
     by_target: dict[str | None, list[int]] = {}
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)

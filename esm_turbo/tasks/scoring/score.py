@@ -212,12 +212,19 @@ class Scores(ItemScores):
 
         Args:
             by: `likelihood`, lowest pseudo-perplexity first; or `specificity`, highest first, in standard deviations if
-                all candidates have it in them. None is `sort_by`.
+                all candidates have it in them, and of those without one as by likelihood. None is `sort_by`.
+
+        Raises:
+            ValueError: it is neither, or is `specificity` without a background.
         """
+        by_likelihood = lowest_first(self.pseudo_perplexities)
         if check_choice("by", by or self.sort_by, get_args(SortBy)) == "likelihood":
-            return lowest_first(self.pseudo_perplexities)
+            return by_likelihood
+        if by is not None and self.background is None:
+            raise ValueError("`by` 'specificity' needs scores with a `background`")
         _, values = self.specificities()
-        return lowest_first([None if x is None else -x for x in values])
+        found = lowest_first([None if (x := values[index]) is None else -x for index in by_likelihood])
+        return [by_likelihood[place] for place in found]
 
     def specificities(self) -> tuple[str | None, list[float | None]]:
         """Their unit, and the specificity of each: `s.d.` if all that have one have it in them, or `nats`."""

@@ -13,7 +13,8 @@ from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.files.text_files import NO_SUCH_FILE
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.proteins.alignments import HomologContext
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, check_identifiers
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.forwards import ARMS
@@ -259,7 +260,7 @@ def score_records(
     arms: Sequence[Arm],
     *,
     first_position: int | None = None,
-    contexts: Sequence[str] = (),
+    contexts: str | HomologContext | Sequence[str | HomologContext] = (),
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
@@ -273,12 +274,18 @@ def score_records(
         variants: their variants, those without `protein` of all of them; None for all single substitutions.
         arms: one arm or several.
         first_position: position of each protein's first residue; None reads it from its header, or is 1.
-        contexts: homologs that every protein is read after, see `context` of `score_variants`.
+        contexts: homologs that every protein is read after, one context or several, see `score_variants`.
         progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
         runner: as of `score_items`, as are `plan` and `journal`.
         **options: of a `VariantsTask`.
+
+    Raises:
+        ValueError: an identifier names two proteins, or as of `score_items`.
     """
     wild_types = list(wild_types)
+    check_identifiers(wild_types)
+    if isinstance(contexts, str | HomologContext):
+        contexts = (contexts,)
     own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
     for variant in variants or ():
         for identifier in own_variants if variant.protein is None else [variant.protein]:
@@ -289,7 +296,7 @@ def score_records(
             record.sequence,
             first_position_of(record, first_position),
             None if variants is None else tuple(one.variant for one in own_variants[record.id]),
-            tuple(contexts) or None,
+            tuple(map(str, contexts)) or None,
         )
         for record in wanted
     ]

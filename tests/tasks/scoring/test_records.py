@@ -181,6 +181,18 @@ def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) ->
     assert (result.reference, set(result.agreement)) == ("frozen", {"turbo"})
 
 
+def test_an_identifier_names_one_target(turbo: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
+        score_records(turbo, [ProteinRecord("a", "MKTAY"), ProteinRecord("a", "MKWAY")], CANDIDATES, ["frozen"])
+
+
+def test_without_a_background_candidates_are_ranked_by_likelihood(turbo: TurboEsm) -> None:
+    [found] = score_records(turbo, TARGETS[:1], CANDIDATES, ["frozen"], sort_by="specificity").results
+    assert found.ranking() == found.scores["frozen"].ranking("likelihood")
+    with pytest.raises(ValueError, match="`by` 'specificity' needs scores with a `background`"):
+        found.scores["frozen"].ranking("specificity")
+
+
 def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     original = TargetRows.result
 
@@ -248,6 +260,9 @@ def test_columns_that_are_read_depend_on_no_row(tmp_path: Path) -> None:
     table.write_text("Receptor Sequence,Binder,target,id,candidate\nMKT,GSW,EGFR,,c1\nMKT,WTC,EGFR,b,\n")
     _, candidates, _ = read_pairs(table)
     assert [(one.id, one.columns) for one in candidates] == [(name, {"target": "EGFR"}) for name in ("c1", "b")]
+    table.write_text("Receptor Sequence,Binder,id,candidate\nMKT,GSW,,c1\nMKT,WTC,b,c2\n")
+    with pytest.raises(CsvError, match="line 3 has an 'id' and a 'candidate', other rows one of both; leave one"):
+        read_pairs(table)
 
 
 def test_other_candidates_are_another_run(turbo: TurboEsm, tmp_path: Path) -> None:

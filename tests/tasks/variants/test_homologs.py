@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.homologs import freeze_query
 from esm_turbo.tasks.common.scoring_task import score_items
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
+from esm_turbo.tasks.variants.records import score_records
 from esm_turbo.tasks.variants.score import FrozenQueryRows
 from tests.helpers.models import E1_MINI
 
@@ -127,6 +129,14 @@ def test_several_proteins_after_the_same_contexts(e1: TurboEsm, method: str) -> 
     for index, item in enumerate(items):
         alone = e1.score_variants(item.sequence, item.variants, context=CONTEXTS[:2], method=method)
         assert_close(found[index].scores["frozen"].values, alone.values, 1e-5)
+
+
+@pytest.mark.parametrize("context", ["MKTAYIAKQR", "MKTAYIAKQR,MKTYIAKR"])
+def test_one_context_of_records_is_no_list_of_letters(e1: TurboEsm, context: str) -> None:
+    record = ProteinRecord("a", WILD_TYPE[:9])
+    for contexts in (context, [context]):
+        [found] = score_records(e1, [record], None, ["frozen"], contexts=contexts).results
+        assert found.scores["frozen"] == e1.score_variants(record.sequence, context=context, arm="frozen")
 
 
 def test_a_cache_of_contexts_and_a_store(e1: TurboEsm, tmp_path: Path) -> None:

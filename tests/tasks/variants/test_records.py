@@ -253,6 +253,11 @@ def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
     assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
 
 
+def test_an_identifier_names_one_protein(turbo: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="identifier 'wt' names two sequences"):
+        score_records(turbo, [WILD_TYPE, ProteinRecord("wt", "MKT")], None, ["turbo"])
+
+
 def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
     run = score_records(turbo, [WILD_TYPE, OTHER], None, ["full"], method="wild_type")
     first, second = run.results
