@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from esm_turbo.cli.console import say
 from esm_turbo.cli.options import MANY, OptionalInput
 from esm_turbo.config import DEFAULT_CONTEXT_TOKENS, DEFAULT_MAX_SIMILARITY
+from esm_turbo.files.paths import is_device
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
 
@@ -93,6 +94,8 @@ class DrawnHomologs:
                 *names, last = (f"--{one.name.replace('_', '-')}" for one in fields(options) if one.name != "homologs")
                 raise ValueError(f"{', '.join(names)} and {last} are for --homologs; name the family")
             return cls(None)
+        if is_device(path):
+            raise ValueError("results record the checksum of --homologs; give a file, not standard input")
         if len(records) != 1:
             raise ValueError(f"--homologs {path} is the family of one protein; there are {len(records)}")
         from esm_turbo.proteins.alignments import read_homologs

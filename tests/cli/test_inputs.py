@@ -29,6 +29,7 @@ from tests.helpers.command_inputs import (
     other_version,
     truncated,
 )
+from tests.helpers.models import E1_MINI
 
 
 @pytest.mark.parametrize("case", [*WHOLE_FILE, *ONE_RECORD])
@@ -573,6 +574,11 @@ def test_standard_input_that_cannot_be_used(esm, tmp_path, tiny_folder, standard
     standard_input(b">a\nMK\n")
     refused = esm("calibrate", "-", "--out", tmp_path / "c.safetensors", "--model", tiny_folder)
     assert refused.code == 2 and "give a file, not standard input" in refused.error
+    protein = tmp_path / "protein.fasta"
+    protein.write_text(">a\nMK\n")
+    standard_input(b">b\nMKT\n")
+    refused = esm("variants", protein, "--homologs", "-", "--model", E1_MINI)
+    assert refused.code == 2 and "record the checksum of --homologs; give a file, not standard input" in refused.error
 
 
 @pytest.mark.parametrize("command", ["score", "variants"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -46,6 +47,8 @@ PROTEIN_COLUMN = "protein"
 _MEASURED_COLUMNS = ("fitness", "DMS_score")
 # In HGVS's notation, of a gene or a transcript.
 _OF_A_GENE = re.compile(r"(^|:)[cgmnr]\.")
+# What a change is of: the gene of `NM_1.2(ABC):c.1T>G (p.Ser1Ala)`, or the protein of `NP_1.1:p.(Ser1Ala)`.
+_SUBJECT = re.compile(r"\((?P<gene>[^()\s]+)\):|^(?P<protein>[^\s:()]+?)(?:\.\d+)?:(?=p\.)", re.ASCII)
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
 
@@ -216,6 +219,9 @@ def read_variants(
     # What is read under another name is kept beside them.
     written_again = {"protein", "mutant"} & {by_name.lower(), mutant_column.lower()}
 
+    subjects = Counter((row[by_name], *one) for row in rows if (one := _subject(row[mutant_column])) is not None)
+    usual = {(name, kind): subject for (name, kind, subject), _ in reversed(subjects.most_common())}
+
     def parse(number: int, row: CsvRow) -> tuple[str, MeasuredVariant]:
         if not row[by_name] and len(wild_types) > 1:
             raise ValueError(f"names no protein; fill the column {by_name!r}")
@@ -223,6 +229,10 @@ def read_variants(
         name = row[mutant_column]
         if _OF_A_GENE.search(name) and not has_protein_change(name):
             raise ValueError(f"{name!r} names no change of the protein, such as (p.Arg175His)")
+        if (one := _subject(name)) is not None and (most := usual[row[by_name], one[0]]) != one[1]:
+            raise ValueError(
+                f"{name!r} is of {one[1]}, and most variants are of {most}; give others in a table of their own"
+            )
         value = None if column is None else _number(row[column], column)
         return f"line {row.line}", MeasuredVariant(name, value, wild_type.id, row.without(*written_again))
 
@@ -327,6 +337,12 @@ def score_records(
         first = proteins[number].first_position
         run.results.append(ProteinVariants(record, first, tuple(own), one.scores, one.numbers))
     return run
+
+
+def _subject(name: str) -> tuple[str, str] | None:
+    """Whether a change is said to be of a gene or of a protein, and of which; None if the name does not say it."""
+    found = _SUBJECT.search(name.strip())
+    return None if found is None else (str(found.lastgroup), found[str(found.lastgroup)].upper())
 
 
 def _number(text: str, column: str) -> float | None:

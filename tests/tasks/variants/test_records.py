@@ -253,6 +253,27 @@ def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
     assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
 
 
+def test_changes_of_another_gene_are_not_of_this_protein(tmp_path: Path) -> None:
+    """Where the residue agrees by chance, nothing else would tell."""
+    names = {
+        "NM_000546.6(TP53):c.1A>G (p.Met1Val)": True,
+        "NM_001126112.3(TP53):c.5A>G (p.Lys2Arg)": True,
+        "NM_007294.4(BRCA1):c.1A>C (p.Met1Leu)": False,
+        "NP_000537.3:p.Lys2Arg": True,
+        "NP_000537.4:p.(Thr3Ala)": True,
+        "NP_009225.1:p.Thr3Ser": False,
+        "p.Met1Ile": True,
+    }
+    path = tmp_path / "clinvar.csv"
+    path.write_text("\n".join(["mutant", *names]))
+    good, bad = read_variants(path, [WILD_TYPE])
+    assert [one.variant for one in good] == [name for name, is_own in names.items() if is_own]
+    assert [one.reason.split("'")[2].split(";")[0] for one in bad] == [
+        " is of BRCA1, and most variants are of TP53",
+        " is of NP_009225, and most variants are of NP_000537",
+    ]
+
+
 def test_an_identifier_names_one_protein(turbo: TurboEsm) -> None:
     with pytest.raises(ValueError, match="identifier 'wt' names two sequences"):
         score_records(turbo, [WILD_TYPE, ProteinRecord("wt", "MKT")], None, ["turbo"])
