@@ -69,11 +69,13 @@ class DrawnHomologs:
         path: of the family; None without one.
         contexts: one for each budget with each cap of similarity.
         freeze_query: see `score_variants`.
+        sha256: digest of the file.
     """
 
     path: Path | None
     contexts: Sequence[HomologContext] = ()
     freeze_query: bool = False
+    sha256: str = ""
 
     @classmethod
     def of(cls, options: FamilyOptions, records: Sequence[ProteinRecord], unknown: str | None) -> DrawnHomologs:
@@ -100,13 +102,16 @@ class DrawnHomologs:
             raise ValueError(f"--homologs {path} is the family of one protein; there are {len(records)}")
         from esm_turbo.proteins.alignments import read_homologs
 
+        read = sha256_file(path) if path.is_file() else ""
         family = read_homologs(path, records[0], unknown=unknown)
+        if sha256_file(path) != read:
+            raise ValueError(f"{path}: has changed while it was read; run it again")
         budgets, caps = options.context_tokens, options.max_similarity
         contexts = family.sample_several(budgets, max_similarity=caps, seed=options.seed)
         sizes = sorted({len(one.ids) for one in contexts})
         drawn = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         say(f"{path}: {counted(len(contexts), 'context')} of {drawn} of {counted(len(family), 'homolog')}")
-        return cls(path, contexts, isinstance(options, HomologOptions) and options.freeze_query)
+        return cls(path, contexts, isinstance(options, HomologOptions) and options.freeze_query, read)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -145,5 +150,5 @@ class DrawnHomologs:
         if self.path is None:
             return {}
         contexts = [one.to_dict() for one in self.contexts]
-        drawn = {"file": self.path.name, "sha256": sha256_file(self.path), "contexts": contexts}
+        drawn = {"file": self.path.name, "sha256": self.sha256, "contexts": contexts}
         return {"homologs": drawn | ({"freeze_query": True} if self.freeze_query else {})}

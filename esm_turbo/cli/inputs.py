@@ -91,8 +91,12 @@ def read_proteins(path: Path, letters: SequenceOptions) -> tuple[list[ProteinRec
     return good, bad
 
 
-def read_background(name: str, letters: SequenceOptions, targets: int) -> tuple[str | None, list[ProteinRecord]]:
+def read_background(
+    name: str, letters: SequenceOptions, targets: int
+) -> tuple[str | None, list[ProteinRecord], list[BadRecord]]:
     """A background's name, and the proteins in whose context candidates are scored for it, see `background_contexts`.
+
+    The bad records of a file come last.
 
     Raises:
         ValueError: it is neither known nor a FASTA file.
@@ -100,13 +104,11 @@ def read_background(name: str, letters: SequenceOptions, targets: int) -> tuple[
     from esm_turbo.tasks.scoring.specificity import background_contexts
 
     if name in get_args(Background):
-        return background_contexts(cast(Background, name), targets)
+        return *background_contexts(cast(Background, name), targets), []
     path = Path(name)
     if not path.exists():
         raise ValueError(f"--background must be {', '.join(get_args(Background))} or a FASTA file, got {name!r}")
-    good, bad = read_proteins(path, letters)
-    list_bad(path, bad)
-    return "decoys", good
+    return "decoys", *read_proteins(path, letters)
 
 
 def background_setting(name: str, decoys: Sequence[ProteinRecord]) -> str | dict[str, str]:

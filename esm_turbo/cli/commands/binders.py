@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, save, save_text, show
@@ -109,7 +110,7 @@ def binders(
     if (length is None) == (template is None):
         raise ValueError("give --length, or --template, which has one" + (", not both" if length is not None else ""))
     good, bad = read_proteins(targets, letters)
-    compared, decoys = read_background(background, letters, targets=1)
+    compared, decoys, bad_decoys = read_background(background, letters, targets=1)
 
     def check_targets() -> None:
         if compared == "targets" and len({record.sequence for record in good}) < 2:
@@ -182,6 +183,8 @@ def binders(
         metadata = run_metadata(used, settings | compared_with | {"sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
     list_bad(targets, bad)
+    list_bad(Path(background), bad_decoys)
+    bad += bad_decoys
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     written = sum(len(one.binders) for one in found.values())
     parts += outcome(written, "peptide", out, bad)

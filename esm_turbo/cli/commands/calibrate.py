@@ -24,7 +24,7 @@ from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.files.paths import is_device
 from esm_turbo.files.suffixes import TENSORS
-from esm_turbo.proteins.fasta import read_fasta_strict
+from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
 
 
 def calibrate(
@@ -56,7 +56,8 @@ def calibrate(
     proteins = named_proteins(proteins, calibration_proteins)
     if is_device(proteins):
         raise ValueError("a calibration records the checksum of its proteins; give a file, not standard input")
-    records, shipped = read_fasta_strict(proteins, **asdict(letters)), proteins == calibration_proteins()
+    read, shipped = sha256_file(proteins) if proteins.is_file() else "", proteins == calibration_proteins()
+    records = read_fasta_strict(proteins, **asdict(letters))
     check_plot(plot)
     if parallel.shard is not None:
         raise ValueError("a calibration is one file, which shards cannot share: leave --shard out, or give --workers")
@@ -81,6 +82,8 @@ def calibrate(
     records = first_records(records, max_residues)
     # Shipped proteins for measuring are not among those for calibrating.
     records, held_out = (records, []) if shipped else hold_out(records)
+    if not shipped and sha256_file(proteins) != read:
+        raise ValueError(f"{proteins}: has changed since it was read; run it again")
     with progress_bar("residues", {"calibrate": None, "measure": None}) as progress:
         with spread.runner() as runner:
             calibration = calibrate_records(

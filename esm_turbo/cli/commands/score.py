@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from esm_turbo.cli.console import save, say
@@ -125,7 +126,7 @@ def score(
     distinct = {(one.sequence, one.target) for one in read}
     pairs = sum(len(good) if target is None else 1 for _, target in distinct)
     per_candidate = pairs // len({one.sequence for one in read})
-    background, contexts = read_background(screen.background, letters, per_candidate)
+    background, contexts, bad_decoys = read_background(screen.background, letters, per_candidate)
     if contexts:
         times = 1 + len(contexts) / per_candidate
         others = f"on {counted(len(contexts), 'other protein')}" if background == "decoys" else "without a target"
@@ -181,7 +182,7 @@ def score(
     if matrix is not None and run.results:
         save(partial(run.matrix().write, metadata=run_metadata(used, settings | chosen)), matrix)
         say(f"matrix written to {matrix}")
-    bad = [(targets, bad_targets), (candidates, bad_candidates)]
+    bad = [(targets, bad_targets), (candidates, bad_candidates), (Path(screen.background), bad_decoys)]
     more = {"background": chosen["background"]}
     return conclude(run, used, sharding, bad, score_report(run, top), "score", plot=plot, json=json, more=more)
 

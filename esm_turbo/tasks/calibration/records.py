@@ -117,6 +117,8 @@ def calibrate_records(
     if turbo.model.base_model.exact_contexts is not None:
         records = join_families(records)
     records = first_records(records, max_residues)
+    # Before anything is computed: the file may change meanwhile.
+    made_from = provenance(turbo, records, source)
     lengths = [len(record.sequence) for record in records]
     runner = InProcessRunner(turbo) if runner is None else runner
     batches = token_batches([length + 2 for length in lengths], protein_tokens(toks_per_batch, turbo, runner.devices))
@@ -139,7 +141,7 @@ def calibrate_records(
         while following in arrived:
             calibrator.merge(arrived.pop(following))
             following += 1
-    calibration = calibrator.finalize(presets, provenance(turbo, records, source))
+    calibration = calibrator.finalize(presets, made_from)
     refuse_changed(turbo, begun)
     return calibration
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import evaluation_proteins
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
 from tests.helpers.command_inputs import SEQUENCES
@@ -92,6 +93,19 @@ def test_every_tenth_protein_of_a_users_file_is_measured(esm, tmp_path, tiny_fol
             break
         first.append(record.sequence)
     assert calibration.quality.sequences_sha256 == hashlib.sha256("\n".join(first).encode()).hexdigest()
+
+
+def test_a_file_that_changes_is_not_calibrated_on(esm, fasta, tmp_path, tiny_folder, monkeypatch):
+    """Its checksum would be of other proteins."""
+    load = Spread.load
+
+    def change(spread):
+        fasta.write_text(">other\nMKTAYIAK\n")
+        return load(spread)
+
+    monkeypatch.setattr(Spread, "load", change)
+    refused = esm("calibrate", fasta, "--model", tiny_folder, "--out", tmp_path / "c.safetensors")
+    assert refused.code == 2 and f"{fasta}: has changed since it was read; run it again" in refused.error
 
 
 def test_a_preset_that_falls_short_is_warned_of_when_it_is_loaded(esm, fasta, tmp_path, tiny_folder, tiny_calibration):

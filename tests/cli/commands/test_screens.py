@@ -76,6 +76,15 @@ def test_one_target_is_compared_with_no_target_or_decoys(esm_shared, turbo, cand
     assert {row["sequence"]: float(row["specificity"]) for row in rows_of(out)} == pytest.approx(values, abs=1e-3)
 
 
+@pytest.mark.parametrize("command", ["score", "binders"])
+def test_bad_decoys_are_failures(esm_shared, candidates, write, tmp_path, command):
+    target, decoys = write("target.fasta", ">t\nMKTAYIAK\n"), write("decoys.fasta", ">a\nMSDNGPQNQ\n>b\nMK1\n")
+    given = [target, candidates] if command == "score" else [target, "--length", 3, "--num-return-sequences", 2]
+    result = esm_shared(command, *given, "--background", decoys, "--json", tmp_path / "found.json")
+    assert result.code == 1 and f"{decoys}, record 'b'" in result.err
+    assert [one["record"] for one in json.loads((tmp_path / "found.json").read_text())["failed"]] == ["b"]
+
+
 def test_without_a_background_the_table_has_no_such_columns(esm_shared, targets, candidates, tmp_path):
     out = tmp_path / "scores.csv"
     assert esm_shared("score", targets, candidates, "--background", "none", "--out", out).code == 0

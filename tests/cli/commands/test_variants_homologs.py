@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from esm_turbo import TurboEsm, read_homologs
+from esm_turbo.cli import homologs
 from esm_turbo.context_store import context_key
 from tests.helpers.models import E1_MINI
 
@@ -41,6 +42,13 @@ def test_homologs_that_do_not_look_like_the_protein_are_mentioned(run, write):
     others = write("others.fasta", ">x\nWCWCHWCCWHWCCWHWCH\n>y\nDDEDEEDPDDEEPDDEDE\n")
     code, _, err = run("--homologs", others, "--max-similarity", 1.0, "--method", "wild_type")
     assert code == 0 and "esm-turbo: warning:" in err and "no sequence aligns with wt much better" in err
+
+
+def test_a_family_that_changes_while_it_is_read_is_refused(run, family, monkeypatch):
+    digests = iter(["1", "2"])
+    monkeypatch.setattr(homologs, "sha256_file", lambda path: next(digests))
+    code, _, err = run("--homologs", family)
+    assert code == 2 and f"{family}: has changed while it was read; run it again" in err
 
 
 def test_scores_are_those_in_python_and_say_what_was_drawn(run, e1, family, write, tmp_path):
