@@ -162,7 +162,8 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
     def embed_sequences(self, embeddings: Tensor, chains: Tensor | None) -> Tensor:
         """See `FamilyEncoder.embed_sequences`."""
         if chains is None:
-            return embeddings + self.embed_seq_id.weight[0]
+            # By the module, which may have hooks or adapters.
+            chains = embeddings.new_zeros((1,) * (embeddings.dim() - 1), dtype=torch.int64)
         numbered: Tensor = embeddings + self.embed_seq_id(chains.clamp_min(0))
         return numbered
 

@@ -227,3 +227,12 @@ def test_what_is_not_finite_shows_in_every_preset(preset: str) -> None:
         assert turbo.prefill("MKTAYIA").lengths.tolist() == [8]
     else:
         assert not turbo.extend(turbo.prefill("MKWAYIAKQR"), "AG").logits.isfinite().any()
+    cache, codec = turbo.prefill("MKTAYIA"), turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
+    if codec.hides_appended_nan or not codec.rows_alike:
+        # Those that have groups take no more tokens.
+        with pytest.raises(ValueError, match=f"and '{preset}' would hide it|cannot be appended to"):
+            turbo.extend(cache, "AWA", append=True, refresh=0)
+        assert cache.lengths.tolist() == [8]
+    else:
+        turbo.extend(cache, "AWA", append=True, refresh=0)
+        assert not turbo.extend(cache, "AG").logits.isfinite().any()

@@ -34,6 +34,17 @@ def texts() -> dict[str, str]:
     return found
 
 
+@torch.no_grad()
+def test_adapters_of_numbers_of_sequences_run_for_a_single_one() -> None:
+    """As the same weights merged, and as before homologs of which there are several."""
+    ids = random_row([20])
+    hooked, merged = make_e1(), make_e1()
+    hooked.model.embed_seq_id.register_forward_hook(lambda module, args, output: 3 * output)
+    merged.model.embed_seq_id.weight.mul_(3)
+    assert torch.equal(hooked(ids).logits, merged(ids).logits)
+    assert not torch.equal(hooked(ids).logits, make_e1()(ids).logits)
+
+
 @pytest.mark.parametrize("index", sorted(texts()))
 @torch.no_grad()
 def test_logits_are_those_of_the_reference_code(e1: TurboEsm, reference: dict[str, Tensor], index: str) -> None:

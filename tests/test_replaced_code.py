@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import EsmTokenizer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 from transformers.models.esmc import modeling_esmc
@@ -202,6 +202,24 @@ def _replace_entry(monkeypatch: Patch, model: CachedMaskedLM) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _sharp(ALL_ATTENTION_FUNCTIONS["sdpa"]))
 
 
+def _replace_mask(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    def near(*args: Any, mask_function: Any, **options: Any) -> Any:
+        """Tokens see eight others on each side."""
+        near = and_masks(mask_function, lambda batch, head, query, key: (query - key).abs() <= 8)
+        return sdpa_mask(*args, mask_function=near, **options | {"allow_is_bidirectional_skip": False})
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", near)
+
+
+def _replace_maker_of_masks(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    def near(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
+        place = torch.arange(inputs_embeds.shape[1])
+        return ((place[:, None] - place).abs() <= 8)[None, None]
+
+    for module in (modeling_esm, modeling_esmc):
+        monkeypatch.setattr(module, "create_bidirectional_mask", near)
+
+
 def _replace_sdpa(monkeypatch: Patch, model: CachedMaskedLM) -> None:
     attend = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -227,6 +245,8 @@ def _set_options(key: str, value: float) -> Callable[[Patch, CachedMaskedLM], No
 ATTENTION = {
     "registered": _register,
     "entry": _replace_entry,
+    "mask": _replace_mask,
+    "maker": _replace_maker_of_masks,
     "sdpa": _replace_sdpa,
     "eager": _replace_eager,
     "scaling": _set_options("scaling", 1.5),

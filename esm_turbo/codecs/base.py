@@ -131,13 +131,15 @@ class KVCodec(ABC):
         block_size: columns per block for block-relative keys; None for keys that are stored as they are.
         layers_alike: whether all layers store tensors of the same names.
         rows_alike: whether all contexts store as much per row, whatever their lengths.
-        keeps_nan: whether keys and values that are not finite show when a context is read.
+        hides_nan: whether keys and values that are not finite do not show when a context is read.
+        hides_appended_nan: the same of tokens that are appended to others.
     """
 
     block_size: int | None = None
     layers_alike: bool = True
     rows_alike: bool = True
-    keeps_nan: bool = True
+    hides_nan: bool = False
+    hides_appended_nan: bool = False
 
     def __init__(self, config: TurboConfig, geometry: Geometry, state: Mapping[str, Tensor]) -> None:
         self.config = config

@@ -32,7 +32,7 @@ _KERNEL_FIELDS = 16
 class LutCodec(KVCodec):
     """Look-up tables per head for keys and for values, with sign correction."""
 
-    keeps_nan = False
+    hides_nan = hides_appended_nan = True
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:

@@ -137,6 +137,8 @@ class TurboCodec(KVCodec):
 
     block_size = KEY_BLOCK
     layers_alike = False
+    # What each row stores as a number is of its first tokens.
+    hides_appended_nan = True
 
     def __init__(self, config: TurboConfig, geometry: Geometry, state: dict[str, Tensor]) -> None:
         super().__init__(config, geometry, state)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -63,8 +65,12 @@ _BUILTINS = (
     functools._lru_cache_wrapper,
 )
 _OWN = "esm_turbo."
+# Modules of this package that are the attention of its own models.
+_OWN_ATTENTION = (f"{_OWN}model.plan", f"{_OWN}model.sequences")
 # The attention that modules of the library's models call if no other is registered.
 _EAGER = "eager_attention_forward"
+# What makes their masks.
+_MASKS = re.compile("create_.*_mask")
 # These move tensors between devices or record them, and compute nothing.
 _INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
 
@@ -120,9 +126,11 @@ class ForwardCode:
             known library; kernels that compute what the file says do not compute that.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]], attention: str | None) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Module]], configs: Sequence[Any]) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        attention = getattr(configs[0], "_attn_implementation", None)
         self.names: list[str] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self.foreign, self.replaces = "", False
@@ -132,6 +140,7 @@ class ForwardCode:
         self.classes = dict.fromkeys(one for _, module in named for one in type(module).__mro__ if _runs(one))
         # Functions of the modules in which classes are defined, which these call.
         self._modules = {one.__module__ for one in self.classes if not one.__module__.startswith("torch.")}
+        places = [vars(sys.modules[name]) for name in self._modules if ".models." in name]
         if attention is not None and attention in ALL_ATTENTION_FUNCTIONS:
             # Those of the library differ by rounding.
             attends = [ALL_ATTENTION_FUNCTIONS[attention]]
@@ -140,15 +149,26 @@ class ForwardCode:
             arguments = inspect.signature(attends[0]).parameters.values()
             self.names += [str(one) for one in arguments if one.default not in (one.empty, None, 0)]
         else:
-            places = [vars(sys.modules[name]) for name in self._modules if ".models." in name]
             attends = [space[_EAGER] for space in places if _EAGER in space]
             for attend in attends:
                 self._judge(attend, _EAGER)
         self._follow(attends)
+        if attention is not None and attention in ALL_MASK_ATTENTION_FUNCTIONS:
+            masks = ALL_MASK_ATTENTION_FUNCTIONS[attention]
+            self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks, "mask")
+        for name in _OWN_ATTENTION:
+            for key, value in vars(sys.modules.get(name, None) or types.ModuleType(name)).items():
+                if key.islower() and callable(value):
+                    self._add(sys.modules[name], key, value, f"{name}.{key}", named=False)
+        for space in places:
+            for key in filter(_MASKS.fullmatch, list(space)):
+                self._judge(space[key], key)
         attends_by_name = any("is_causal" in vars(module) for _, module in named)
         self.attention = (self.foreign or _changed_option(named)) if attends_by_name else ""
         if has_global_hooks():
             self._blame("a global forward hook")
+        for kind in dict.fromkeys(one for config in configs for one in type(config).__mro__):
+            self._add_configuration(kind)
         for name, module in named:
             self._add_module(name, module)
         self.names += [f"{name} {_file_digest(name)}" for name in sorted(self._modules) if ".models." in name]
@@ -158,9 +178,11 @@ class ForwardCode:
         """Add what functions call, and those of PyTorch's that are called by name, `called` among them."""
         modules, known = self._modules, self._known
         called = set(called)
+        # Each function finds names in its own module: of a decorated one, that of the decorator is another.
+        pending[:] = [inner for function in pending for inner in _with_wrapped(function)]
         while pending:
             function = pending.pop()
-            space = getattr(function, "__globals__", {})
+            space = function.__globals__
             own = _called_names(function)
             called |= own
             for key in own:
@@ -175,7 +197,7 @@ class ForwardCode:
                     self.replaces |= not _is_defined_as(value, *place)
                 self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=place[0] in modules)
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
-                    pending.append(value)
+                    pending += _with_wrapped(value)
         called -= self._called
         self._called |= called
         for library in _TORCH:
@@ -202,6 +224,18 @@ class ForwardCode:
                     self._blame(f"{_name_of(type(value))}, as {name}.{key},")
             elif not is_plain(value, torch.dtype) and not _is_checkpointing(value):
                 self._add_own(f"{name}.{key}", value, f"{name}.{key}", module)
+
+    def _add_configuration(self, kind: type) -> None:
+        """What a class of configurations computes, if it is not of another library."""
+        for key, value in vars(kind).items():
+            shown = f"{kind.__module__}.{kind.__qualname__}.{key}"
+            if key.startswith("__") or not _runs_when_used(value):
+                continue
+            if not _is_of_library(kind):
+                self._blame(f"{shown}, of a configuration,")
+            elif kind.__module__.startswith(_OWN):
+                self._add(kind, key, value, shown)
+                self._judge(getattr(value, "fget", value), shown)
 
     def _add_own(self, name: str, value: Any, shown: str, module: nn.Module) -> None:
         """What one module has of its own: of a function, only that of the library itself is known."""
@@ -324,10 +358,10 @@ def _with_wrapped(function: Any) -> Iterator[types.FunctionType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _called_names(function: Any) -> set[str]:
-    """Global names in a function's code, and in that of functions within it or wrapped by it."""
+def _called_names(function: types.FunctionType) -> set[str]:
+    """Global names in a function's code, and in that of functions within it."""
     names: set[str] = set()
-    pending = [one.__code__ for one in _with_wrapped(function)]
+    pending: list[Any] = [function.__code__]
     while pending:
         code = pending.pop()
         if isinstance(code, types.CodeType):
@@ -399,8 +433,19 @@ def is_known(value: Any, depth: int = 8) -> bool:
         )
     if not (_is_library(value.__code__.co_filename) and _is_in_file(value.__code__)):
         return False
-    inner = [one for one in _cells(value) if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
-    return depth == 0 or all(is_known(one, depth - 1) for one in inner)
+    return depth == 0 or all(_is_known_cell(one, depth - 1) for one in _cells(value))
+
+
+def _is_known_cell(value: Any, depth: int) -> bool:
+    """True if what a function closes over is known: not an object, which decorators keep, whose state is its own."""
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return is_known(value, depth)
+    if isinstance(value, contextlib._GeneratorContextManager):
+        return is_known(value.func, depth) and is_plain([*value.args, value.kwds])
+    if type(value).__module__ == parametrize.__name__:
+        # The module itself, whose parametrized weight this is.
+        return True
+    return is_plain(value, torch.dtype, types.ModuleType, types.BuiltinFunctionType, *_BUILTINS)
 
 
 def _holds(value: Any) -> bool:

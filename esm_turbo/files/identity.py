@@ -334,9 +334,8 @@ class _Seen:
         groups += [getattr(torch_module, name) for name in GLOBAL_HOOKS]
         # Most have no entries, which one look into all of them tells.
         self.filled, self.empty = [one for one in groups if one], [one for one in groups if not one]
-        self.configs = [
-            vars(one) for one in (model.config, *(config for _, config in own_configs(model.config, named)))
-        ]
+        configs = [model.config, *(config for _, config in own_configs(model.config, named))]
+        self.configs, self.config_owners = [vars(one) for one in configs], configs
         modules = [module for _, module in named]
         self.modules = modules
         # A list of modules runs them in the order in which they were put there.
@@ -352,7 +351,7 @@ class _Seen:
         # Some libraries put other mappings in place of a module's dictionaries.
         plain = all(isinstance(group, dict) for group, _, _ in watched)
         self.look_up: Callable[..., Any] = dict.get if plain else _entry
-        code = ForwardCode(named, getattr(model.config, "_attn_implementation", None))
+        code = ForwardCode(named, configs)
         self.spaces = [vars(one) for one in code.classes]
         self.code = [[*column] for column in zip(*code.watched, strict=True)]
         self.own = own
@@ -427,7 +426,7 @@ class _Seen:
             [*map(VERSION, self.counting)],
             steps_of(self.tensors),
             [*map(Tensor.data_ptr, self.tensors)],
-            [*map(type, self.modules)],
+            [*map(type, self.modules), *map(type, self.config_owners)],
             [*map(list, self.lists)],
             [_Same(one.values() if isinstance(one, dict) else one) for one in self.containers],
             [[*config.values()] for config in self.configs],

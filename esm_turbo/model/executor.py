@@ -503,7 +503,8 @@ def _check_finite(cache: TurboKVCache, states: Tensor, append: Append | None = N
         ValueError: one is not finite.
     """
     assert cache.codec is not None
-    if cache.codec.keeps_nan or (states.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    hides = cache.codec.hides_appended_nan if cache.columns else cache.codec.hides_nan
+    if not hides or (states.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     finite = states.isfinite().all(2)
     if append is not None:

@@ -221,8 +221,12 @@ def check_lengths(row_lengths: Sequence[int], attention_mask: Tensor) -> None:
     Raises:
         ValueError: they contradict each other.
     """
-    if attention_mask.device.type == "cpu" and list(row_lengths) != (found := (attention_mask != 0).sum(1).tolist()):
+    if attention_mask.device.type != "cpu":
+        return
+    if list(row_lengths) != (found := (attention_mask != 0).sum(1).tolist()):
         raise ValueError(f"`row_lengths` {list(row_lengths)} are not the sums of `attention_mask`, {found}")
+    if bool(has_gaps(attention_mask != 0).any()):
+        raise ValueError("`row_lengths` are of rows that are padded on the right, without holes")
 
 
 def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
@@ -285,9 +289,9 @@ def in_order(output: ModelOutput, order: Tensor) -> ModelOutput:
     """The output of a forward with its rows in another order, int64 [batch]."""
     for name, value in list(output.items()):
         if isinstance(value, Tensor):
-            output[name] = value[order]
+            output[name] = value[order.to(value.device)]
         elif isinstance(value, tuple):
-            output[name] = tuple(x[order] for x in value)
+            output[name] = tuple(x[order.to(x.device)] for x in value)
     return output
 
 

@@ -331,4 +331,6 @@ class ForwardPlan:
                 return output
         if self.bounds is not None and not self.sees_whole_rows(layer_idx):
             return self.bounds.attend(query, keys, values, to_earlier=self.sees_earlier(layer_idx))
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=1.0)
+        # Layers may lie on several devices.
+        mask = None if self.mask is None else self.mask.to(query.device)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0)

@@ -223,6 +223,6 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 
 def layer_devices(encoder: Any) -> list[torch.device]:
-    """The device of every layer of an encoder."""
-    layers = encoder.get_submodule(encoder.family.layers)
-    return [next(layer.parameters()).device for layer in layers]
+    """The device of every layer of an encoder whose keys and values are stored."""
+    layers = zip(encoder.get_submodule(encoder.family.layers), encoder.layer_kinds, strict=True)
+    return [next(layer.parameters()).device for layer, kind in layers if kind.stored]

@@ -32,8 +32,10 @@ from esm_turbo.files.identity import (
     watch,
 )
 from esm_turbo.files.tensor_digests import tensors_digest
-from esm_turbo.model import packed_encoder
+from esm_turbo.model import packed_encoder, plan
+from esm_turbo.modeling_esm_turbo import TurboEsmLayer
 from esm_turbo.ops.copies import Gatherer
+from tests.helpers.e1 import make_e1
 from tests.helpers.models import make_esm
 
 SEQUENCE = "MKTAYIAKQRQISFVK"
@@ -552,6 +554,50 @@ def test_objects_that_hold_numbers_are_not_known_by_their_class(model, monkeypat
     monkeypatch.setattr(owner, name, OBJECTS[kind](0.5))
     with pytest.raises(ValueError, match="is not code of a known library"):
         lasting_identity(model)
+
+
+def _generator():
+    @contextlib.contextmanager
+    def block():
+        yield
+
+    return block()
+
+
+@pytest.mark.parametrize("decorate", [torch.autocast("cpu", torch.bfloat16), functools.singledispatch, _generator()])
+@pytest.mark.parametrize("owner", [modeling_esm.EsmIntermediate, TurboEsmLayer])
+def test_decorators_of_libraries_that_hold_objects_are_not_known(model, monkeypatch, owner, decorate):
+    """Nor around this package's own functions, whose names they take."""
+    monkeypatch.setattr(owner, "forward", decorate(owner.forward))
+    with pytest.raises(ValueError, match="forward, is not code of a known library"):
+        lasting_identity(model)
+
+
+def test_what_a_configuration_computes_is_a_part_of_the_code():
+    """E1 asks its own which layers see one sequence alone."""
+    model = make_e1()
+    before = model_identity(model.model)
+
+    class Reversed(type(model.config)):
+        layer_kinds = property(lambda self: super().layer_kinds[::-1])
+
+    model.config.__class__ = Reversed
+    found = model_identity(model.model)
+    assert "Reversed" in found.foreign and before.difference(found)
+
+
+def test_the_attention_of_e1_is_code_of_its_forward(monkeypatch):
+    model, attend = make_e1(), plan.scaled_dot_product_attention
+    before = model_identity(model.model)
+    monkeypatch.setattr(plan, "scaled_dot_product_attention", lambda *args, **options: attend(*args, **options))
+    assert before.difference(model_identity(model.model))
+
+
+def test_what_computes_a_configuration_of_this_package_is_watched(monkeypatch):
+    model = make_e1()
+    before = model_identity(model.model)
+    monkeypatch.setattr(type(model.config), "layer_kinds", property(lambda self: ()))
+    assert before.difference(model_identity(model.model))
 
 
 def test_hooks_that_accelerate_joins_are_judged(model):

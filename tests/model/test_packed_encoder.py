@@ -314,5 +314,7 @@ def test_row_lengths_that_do_not_fit_are_refused(
         tiny_model()(ids, row_lengths=lengths)
     with pytest.raises(ValueError, match=r"`row_lengths` must be 4 numbers of 30 to 30"):
         tiny_model()(ids, row_lengths=LENGTHS)
+    with pytest.raises(ValueError, match=r"`row_lengths` are of rows that are padded on the right, without holes"):
+        tiny_model()(ids, mask.flip(1), row_lengths=mask.sum(1).tolist())
     with pytest.raises(ValueError, match=r"`row_lengths` .* are not the sums of `attention_mask`"):
         tiny_model()(ids, mask, row_lengths=lengths)

@@ -21,7 +21,7 @@ from esm_turbo.files.families import FAMILIES
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.model import spread
 from esm_turbo.parallel.workers import Workers
-from tests.helpers.models import ESMC_MINI, make_config, make_esm, random_ids
+from tests.helpers.models import E1_MINI, ESMC_MINI, make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
 from tests.helpers.packed import run_packed
 
@@ -324,3 +324,24 @@ def test_devices_share_a_model(one: TurboEsm, dtype: torch.dtype, tmp_path: Path
         store.add(made, SEQUENCES)
         cache = store.get_or_prefill(made, SEQUENCES)
         torch.testing.assert_close(made.extend(cache, PEPTIDES).logits.cpu(), logits[0], **EXACTLY)
+
+
+@pytest.mark.usefixtures("cpus")
+def test_contexts_of_e1_lie_beside_the_layers_that_store_them() -> None:
+    """One in three does."""
+    e1 = TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
+    two = copy.deepcopy(e1)
+    layers = _layers(two)
+    for layer in layers[len(layers) // 2 :]:
+        layer.to("cpu:1")
+    spread.finalize_dispatch(two.model)
+    homologs, queries = ["MKTAYIAKQRQISFVKSH,MKSAYLAKQRH", "MKXXTAYX,XGSW"], ["MKTAYI?KQ", "MKTA"]
+    cache = two.prefill(homologs)
+    devices = [number_of(layer.packed["keys"]) for layer in cache.layers]
+    assert devices == [int(index >= len(layers) // 2) for index in range(2, len(layers), 3)]
+    found, expected = two.extend(cache, queries), e1.extend(e1.prefill(homologs), queries)
+    mask = expected.attention_mask.bool()
+    torch.testing.assert_close(found.logits.cpu()[mask], expected.logits[mask], **EXACTLY)
+    for context in (None, homologs[0]):
+        scores, right = (one.score_variants("MKTAYIAK", ["K2A"], context=context).values for one in (two, e1))
+        assert scores == right

@@ -71,6 +71,14 @@ def test_rows_that_see_nothing_are_zero(device: str) -> None:
     assert found[1].abs().max() > 0
 
 
+@on_devices(cpu=((),), gpu=((),))
+@torch.no_grad()
+def test_a_past_that_is_not_a_number_is_no_empty_past(device: str) -> None:
+    x = normal(1, 1, 3, 16, seed=0).to(device)
+    past, lse = torch.full_like(x, torch.nan), torch.full((1, 1, 3), torch.nan, device=device)
+    assert decoded_attention.attend_new(x, x, x, None, past, lse).isnan().all()
+
+
 def case_of_shared(
     n: int,
     head_dim: int,

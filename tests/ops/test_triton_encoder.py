@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -204,6 +205,22 @@ def test_rotation_clamps_before(device: str, dtype: str, heads: int) -> None:
     triton_encoder.rotate_(qkv, angle.cos(), angle.sin(), 0.3, 0.5)
     assert_close(qkv, expected)
     assert torch.equal(qkv[:, 2], expected[:, 2]) and expected[:, 2].abs().max() == 0.5
+
+
+@on_devices(cpu=((),), gpu=((),))
+def test_clamping_keeps_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the larger of NaN and a number is the number, unless it is told otherwise."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(
+            InterpreterBuilder, name, lambda self, one, other, function=function: self.binary_op(one, other, function)
+        )
+    qkv = normal(2, 3, 4, 16, device=device)
+    qkv[0] = torch.nan
+    cos, sin = (torch.full((2, 8), x, device=device) for x in (1.0, 0.0))
+    triton_encoder.rotate_(qkv, cos, sin, 1.0, 0.5)
+    assert qkv[0].isnan().all() and qkv[1].isfinite().all()
 
 
 @on_devices(

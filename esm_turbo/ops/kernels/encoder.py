@@ -103,6 +103,13 @@ def add_layer_norm(
 
 
 @triton.jit
+def clipped(x, clip):
+    """Numbers within -clip and clip; NaN stays, as in `torch.clamp`."""
+    x = tl.maximum(x, -clip, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, clip, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def rotate_(
     qkv_ptr,
     cos_ptr,
@@ -143,7 +150,7 @@ def rotate_(
     low = tl.load(low_ptr, mask=inside, other=0.0).to(tl.float32)  # [HEADS_BLOCK, HALF_BLOCK]
     high = tl.load(low_ptr + half, mask=inside, other=0.0).to(tl.float32)
     if CLIPS:
-        low, high = tl.minimum(tl.maximum(low, -clip), clip), tl.minimum(tl.maximum(high, -clip), clip)
+        low, high = clipped(low, clip), clipped(high, clip)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     tl.store(low_ptr, (low * cos - high * sin).to(dtype), mask=inside)
     tl.store(low_ptr + half, (high * cos + low * sin).to(dtype), mask=inside)

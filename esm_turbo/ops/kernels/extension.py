@@ -60,7 +60,8 @@ def attend_new(
         past_ptr + row * stride_pb + head * stride_ph + i[:, None] * stride_pn + d[None, :], mask=block, other=0.0
     )
     lse = tl.load(lse_ptr + row * lse_stride_b + head * lse_stride_h + i, mask=in_rows, other=0.0)
-    seen = lse > _LOWEST
+    # NaN is not an empty past.
+    seen = (lse > _LOWEST) | (lse != lse)
     m_i = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [BLOCK_N], in units of log 2
     l_i = tl.where(seen, 1.0, 0.0)
     acc = tl.where(seen[:, None], past.to(tl.float32), 0.0)  # [BLOCK_N, SIZE]

@@ -294,8 +294,8 @@ def score_records(
     """
     wild_types = list(wild_types)
     check_identifiers(wild_types)
-    if isinstance(contexts, str | HomologContext):
-        contexts = (contexts,)
+    several = (contexts,) if isinstance(contexts, str | HomologContext) else contexts
+    homologs = [one.sequence if isinstance(one, HomologContext) else one for one in several]
     own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
     for variant in variants or ():
         for identifier in own_variants if variant.protein is None else [variant.protein]:
@@ -306,7 +306,7 @@ def score_records(
             record.sequence,
             first_position_of(record, first_position),
             None if variants is None else tuple(one.variant for one in own_variants[record.id]),
-            tuple(map(str, contexts)) or None,
+            tuple(homologs) or None,
         )
         for record in wanted
     ]

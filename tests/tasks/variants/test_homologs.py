@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo.proteins.alignments import HomologContext
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.homologs import freeze_query
 from esm_turbo.tasks.common.scoring_task import score_items
@@ -131,8 +132,8 @@ def test_several_proteins_after_the_same_contexts(e1: TurboEsm, method: str) -> 
         assert_close(found[index].scores["frozen"].values, alone.values, 1e-5)
 
 
-@pytest.mark.parametrize("context", ["MKTAYIAKQR", "MKTAYIAKQR,MKTYIAKR"])
-def test_one_context_of_records_is_no_list_of_letters(e1: TurboEsm, context: str) -> None:
+@pytest.mark.parametrize("context", ["MKTAYIAKQR", HomologContext("MKTAYIAKQR,MKTYIAKR", ("a", "b"), 0, 40, 1, 0, 2)])
+def test_one_context_of_records_is_no_list_of_letters(e1: TurboEsm, context: str | HomologContext) -> None:
     record = ProteinRecord("a", WILD_TYPE[:9])
     for contexts in (context, [context]):
         [found] = score_records(e1, [record], None, ["frozen"], contexts=contexts).results
