@@ -365,6 +365,19 @@ def test_chains_are_appended_saved_and_cut(tmp_path: Path) -> None:
     assert cache.lengths.tolist() == [16, 10]
 
 
+@pytest.mark.parametrize("number", [2**31, 2**32 + 1])
+@torch.no_grad()
+def test_chains_beyond_what_a_cache_stores_are_refused(number: int) -> None:
+    model = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    ids, _ = two_chains()
+    chains = torch.where(CHAINS == 1, number, CHAINS)
+    cache = model(ids, sequence_id=CHAINS, use_cache=True).past_key_values
+    for options in ({"use_cache": True}, {"past_key_values": cache}):
+        given = chains if "use_cache" in options else chains[:, :2] + number
+        with pytest.raises(ValueError, match=r"chains in `sequence_id` may be numbered up to \d+, got"):
+            model(ids[:, : given.shape[1]], sequence_id=given, **options)
+
+
 def test_what_runs_residues_again_takes_one_chain() -> None:
     """They would see all chains, while what is cached of them has seen its own."""
     turbo = TurboEsm.from_pretrained(ESMC_MINI, device="cpu", preset="exact")

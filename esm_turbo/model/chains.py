@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
-from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 
 
 def check_chains(sequence_id: Tensor, shapes: list[tuple[int, int]]) -> None:
@@ -22,13 +22,25 @@ def check_chains(sequence_id: Tensor, shapes: list[tuple[int, int]]) -> None:
         raise ValueError(f"`sequence_id` must be integers, got {sequence_id.dtype}")
 
 
+def _on_host(sequence_id: Tensor) -> Tensor:
+    """Chains on the CPU, which a cache stores as int32.
+
+    Raises:
+        ValueError: one is too large for that.
+    """
+    sequence_id = sequence_id.cpu()
+    if sequence_id.numel() and (largest := int(sequence_id.max())) > MAX_POSITION:
+        raise ValueError(f"chains in `sequence_id` may be numbered up to {MAX_POSITION}, got {largest}")
+    return sequence_id
+
+
 def mask_of_chains(sequence_id: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The mask of the real tokens of a context, int64 [batch, n]: padding is in no chain.
 
     Raises:
-        ValueError: `attention_mask` says otherwise.
+        ValueError: `attention_mask` says otherwise, or a number is too large.
     """
-    mask = (sequence_id.cpu() >= 0).long()
+    mask = (_on_host(sequence_id) >= 0).long()
     if attention_mask is not None and not torch.equal(mask, (attention_mask.cpu() != 0).long()):
         raise ValueError("`sequence_id` and `attention_mask` contradict each other: -1 is for padding, and only for it")
     return mask
@@ -56,7 +68,7 @@ def mask_of_extension(
     Raises:
         ValueError: a row's new tokens are of several chains, or the chains of the past are not those of the cache.
     """
-    past, sequence_id = cache.get_seq_length(), sequence_id.cpu()
+    past, sequence_id = cache.get_seq_length(), _on_host(sequence_id)
     new = sequence_id[:, -num_tokens:]
     valid = of_rows(cache.valid()[:, :past], index).cpu()
     stored = torch.zeros_like(valid, dtype=torch.int32)

@@ -264,6 +264,9 @@ async def _lines(service: Service, job: Job, render: Render, end: float) -> Asyn
         yield json.dumps({"error": _too_late(service, job).to_dict()}).encode() + b"\n"
     except RequestError as error:
         yield json.dumps({"error": error.to_dict()}).encode() + b"\n"
+    except Exception as error:
+        _log.error("an answer failed: %s: %s", type(error).__name__, printable(str(error)))
+        yield json.dumps({"error": failure().to_dict()}).encode() + b"\n"
     finally:
         if not future.done():
             service.engine.cancel(job)

@@ -20,7 +20,7 @@ from benchmarks.serve.process import Client
 from esm_turbo import TurboEsm
 from esm_turbo.files.paths import NotWritableError
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
-from esm_turbo.serve import service
+from esm_turbo.serve import routes, service
 from esm_turbo.serve.app import STATIC
 from esm_turbo.serve.jobs import ItemJob
 from esm_turbo.serve.limits import Limits
@@ -553,6 +553,12 @@ def test_checks_are_made_in_turn_and_for_nobody_who_left(turbo, tmp_path, monkey
     # The first had been taken before there were others.
     assert order == [*["protein_variants_job"] * 2, "embed_job", "protein_variants_job"]
     assert [answer.status for answer in answers] == [200]
+
+
+def test_a_stream_whose_answer_fails_ends_with_an_error(client, context, monkeypatch):
+    monkeypatch.setattr(routes, "_json", lambda render, result: json.dumps(float("nan"), allow_nan=False))
+    answer = client.post(f"/v1/contexts/{context}/variants", {"stream": True})
+    assert json.loads(answer.body.splitlines()[-1])["error"]["detail"][0]["type"] == "http_500"
 
 
 def test_a_check_counts_to_the_time_of_its_request(turbo, tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
 
 def iter_embeddings(
     turbo: ContextModel,
-    sequences: Sequence[str],
+    sequences: Sequences,
     request: EmbeddingRequest,
     toks_per_batch: int | None = None,
     *,
@@ -144,7 +144,7 @@ def iter_embeddings(
         NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
         RuntimeError: a runner could not embed a protein, and `on_failure` is None.
     """
-    where = InProcessRunner(turbo) if runner is None else runner
+    where, sequences = InProcessRunner(turbo) if runner is None else runner, as_list(sequences)
     rows = encode_rows(turbo.codes, sequences)
     for number, row in enumerate(rows, start=1):
         (request.context or QueryContext(())).check_query(turbo, row, f"sequence {number}")

@@ -8,6 +8,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning
 from esm_turbo.tasks.embedding.embed import embed, iter_embeddings
 from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
@@ -157,6 +158,16 @@ def test_batches_are_computed_on_demand_longest_first(tiny):
     assert sorted(index for batch in [first, *rest] for index, _ in batch) == list(range(5))
     assert all(rows * columns <= 80 for rows, columns in calls)
     assert all(isinstance(embedding, ProteinEmbedding) for _, embedding in first)
+
+
+def test_one_protein_is_no_list_of_letters(tiny):
+    request = EmbeddingRequest.of(tiny, [-1], ["mean"])
+    [right] = tiny.embed(SEQUENCES[0], include=["mean"])
+    for given in (SEQUENCES[0], [ProteinRecord("a", SEQUENCES[0])]):
+        [[(index, found)]] = iter_embeddings(tiny, given, request)
+        assert index == 0
+        for layer, mean in found.mean_representations.items():
+            assert torch.equal(mean, right.mean_representations[layer])
 
 
 def test_one_warning_for_all_long_proteins(turbo, tiny):
