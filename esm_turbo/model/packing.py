@@ -56,7 +56,8 @@ class Packing:
         padded = bool((rows < width).any())
         if padded:
             column = np.arange(width)
-            slots = np.where(column < rows[:, None], offsets[:-1, None] + column, 0)
+            # Padding repeats a token of its own row: another may hold what is not finite.
+            slots = offsets[:-1, None] + np.where(column < rows[:, None], column, 0)
             parts += [row * width + positions, slots.ravel()]
         host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
         on_device = to_device(host, device).split([len(part) for part in parts])

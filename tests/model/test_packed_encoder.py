@@ -304,6 +304,12 @@ def test_what_the_packed_encoder_cannot_do_runs_without_it(
     assert packed_calls == [sum(LENGTHS)]
 
 
+def test_padding_repeats_a_token_of_its_own_row() -> None:
+    packing = Packing.of([2, 1, 3], 3, torch.device("cpu"))
+    packed = torch.arange(6.0)[:, None]
+    assert packing.unpack(packed)[..., 0].tolist() == [[0, 1, 0], [2, 2, 2], [3, 4, 5]]
+
+
 @pytest.mark.parametrize("lengths", [[17, 5, 30], [17, 5, 30, 0], [17, 5, 31, 1]], ids=["rows", "empty", "long"])
 @torch.no_grad()
 def test_row_lengths_that_do_not_fit_are_refused(
