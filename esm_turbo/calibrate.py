@@ -198,7 +198,12 @@ class KVCalibrator:
 
         Sums in floating point depend on their order by rounding: merged in the same order, the same parts give the same
         bits wherever they were gathered.
+
+        Raises:
+            ValueError: the other one has a sample of another size.
         """
+        if other.sample.size != self.sample_size:
+            raise ValueError(f"`sample_size` is {self.sample_size} here, and {other.sample.size} of what is merged")
         self._merge(other.residues, other.specials, other.sensitivity)
         self._sample.add(other.sample.priorities, **other.sample.tokens)
         self.n_sequences_seen_ += other.sequences

@@ -395,6 +395,11 @@ def test_bad_batches_are_refused_and_leave_no_trace(model, proteins, ids, mask, 
     np.testing.assert_array_equal(unchanged.sample.keys, expected.sample.keys)
 
 
+def test_samples_of_other_sizes_are_not_merged(model, proteins):
+    part = fitted(model, [proteins], sample_size=3).take()
+    refuses("`sample_size` is 1024 here, and 3 of what is merged", KVCalibrator(model).merge, part)
+
+
 @pytest.mark.parametrize("whole_layer", [False, True])
 def test_dead_heads_are_calibrated(tiny_esm, proteins, whole_layer):
     """Constant values of one head, and a layer whose values are zero."""

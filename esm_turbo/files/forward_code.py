@@ -50,8 +50,8 @@ _UNNAMED = frozenset(
     for kind in ("", "r", "i")
 ) | {"__neg__", "__invert__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 _UNNAMED |= {"cat", "cos", "sin"}
-# What a call of a module passes through.
-_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+# What a call of a module passes through, and how lists of modules give them.
+_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getitem__", "__iter__")
 # What is not written in Python, and holds nothing; a function of this kind may be bound.
 _BUILTINS = (
     type,

@@ -494,6 +494,8 @@ class Executor:
 def _check_finite(cache: TurboKVCache, states: Tensor, append: Append | None = None) -> None:
     """Check new tokens if the codec would store what is not finite as if it were.
 
+    Those that are appended on a device, which is not waited for, show in the outputs of the forward that appends them.
+
     Args:
         cache: that will hold them.
         states: last hidden states, [batch, n, hidden_size], which are not finite where keys or values were not.
@@ -504,7 +506,8 @@ def _check_finite(cache: TurboKVCache, states: Tensor, append: Append | None = N
     """
     assert cache.codec is not None
     hides = cache.codec.hides_appended_nan if cache.columns else cache.codec.hides_nan
-    if not hides or (states.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    on_cuda = states.device.type == "cuda"
+    if not hides or (on_cuda and (cache.columns or torch.cuda.is_current_stream_capturing())):
         return
     finite = states.isfinite().all(2)
     if append is not None:

@@ -11,7 +11,7 @@ import torch
 from esm_turbo.files.identity import exact_identity
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.batches import token_batches
-from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord
+from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord, check_identifiers
 from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
@@ -93,11 +93,13 @@ def generate_records(
         The sequences in the order of the records, and the bad records with the reason.
 
     Raises:
-        ValueError: there is a list of positions for each record, no residue is allowed, the preset needs a calibration
-            and there is none, the results do not fit into memory, or the model changes meanwhile.
+        ValueError: an identifier names two proteins, there is a list of positions for each record, no residue is
+            allowed, the preset needs a calibration and there is none, the results do not fit into memory, or the model
+            changes meanwhile.
     """
     if mask_letter is not None and mask_letter not in UNKNOWN:
         raise ValueError(f"`mask_letter` must be one of {', '.join(UNKNOWN)}, got {mask_letter!r}")
+    check_identifiers(records)
     # Batches are sorted by length, so that lists would go to other records.
     if any(isinstance(one, Iterable) for one in options.positions or ()):
         raise ValueError("`positions` of records must be one list for all of them")

@@ -31,7 +31,7 @@ from esm_turbo.tasks.common.records import parse_rows
 from esm_turbo.tasks.common.scoring_task import Scored, score_items
 from esm_turbo.tasks.scoring.matrix import ScoreMatrix
 from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs, warn_of_pairs
-from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores, check_candidates
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -381,6 +381,9 @@ def score_records(
     """
     targets, candidates = list(targets), list(candidates)
     check_identifiers(targets)
+    run, wrong = ScoringRun(), _wrong(turbo, [one.sequence for one in candidates])
+    run.failed += [BadRecord(one.id, wrong[one.sequence]) for one in candidates if one.sequence in wrong]
+    candidates = [one for one in candidates if one.sequence not in wrong]
     by_target: dict[str | None, list[int]] = {}
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)
@@ -399,7 +402,6 @@ def score_records(
         plan=plan,
         journal=journal,
     )
-    run = ScoringRun()
     for index, one in scored.items():
         target, own = given[index]
         if one.failed is None:
@@ -407,6 +409,17 @@ def score_records(
         else:
             run.lose(target, one.failed)
     return run
+
+
+def _wrong(turbo: ContextModel, sequences: Iterable[str]) -> dict[str, str]:
+    """What is wrong with candidates, of those that are not residues alone; unknown residues are told later."""
+    wrong = {}
+    for sequence in dict.fromkeys(sequences):
+        try:
+            check_candidates(turbo.codes, [sequence], "score")
+        except ValueError as error:
+            wrong[sequence] = str(error).removeprefix("candidate 1: ")
+    return wrong
 
 
 def _add_result(

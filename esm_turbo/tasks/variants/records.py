@@ -69,6 +69,11 @@ class MeasuredVariant:
     protein: str | None = None
     columns: Mapping[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        if self.measured is not None and math.isnan(self.measured):
+            # As pandas writes what there is not.
+            object.__setattr__(self, "measured", None)
+
 
 @dataclass(frozen=True)
 class ProteinVariants(RecordResult):

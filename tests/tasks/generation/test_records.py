@@ -75,6 +75,12 @@ def test_a_record_that_does_not_fit_does_not_stop_the_others(exact: TurboEsm, mo
     assert record == "c" and reason.startswith("its 26 residues need more memory than cpu has")
 
 
+def test_an_identifier_names_one_protein(exact: TurboEsm) -> None:
+    records = [ProteinRecord("a", "MKTAY"), ProteinRecord("a", "MKWAY")]
+    with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
+        generate_records(exact, records, GenerationOptions(positions=[2]))
+
+
 def test_positions_are_the_same_for_all_records(exact: TurboEsm) -> None:
     """Batches are sorted by length, and lists would go to other records."""
     for records, samples in ((RECORDS[:2], 1), (RECORDS[:1], 2)):

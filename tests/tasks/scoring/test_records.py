@@ -181,6 +181,14 @@ def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) ->
     assert (result.reference, set(result.agreement)) == ("frozen", {"turbo"})
 
 
+def test_candidates_made_by_hand_are_checked_as_those_of_a_call(turbo: TurboEsm) -> None:
+    wrong = [Candidate("mask", "A<mask>C"), Candidate("two", "ACD EFG"), Candidate("letter", "AJC")]
+    run = score_records(turbo, TARGETS[:1], [*wrong, Candidate("good", "ACD")], ["frozen"])
+    assert [one.id for one in run.results[0].candidates] == ["good"]
+    assert [one.record for one in run.failed] == ["mask", "two", "letter"]
+    assert "holds a <mask>, which has no likelihood" in run.failed[0].reason
+
+
 def test_an_identifier_names_one_target(turbo: TurboEsm) -> None:
     with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
         score_records(turbo, [ProteinRecord("a", "MKTAY"), ProteinRecord("a", "MKWAY")], CANDIDATES, ["frozen"])

@@ -274,6 +274,10 @@ def test_changes_of_another_gene_are_not_of_this_protein(tmp_path: Path) -> None
     ]
 
 
+def test_a_measurement_that_is_missing_in_pandas_is_none() -> None:
+    assert MeasuredVariant("M1A", float("nan")) == MeasuredVariant("M1A", None)
+
+
 def test_an_identifier_names_one_protein(turbo: TurboEsm) -> None:
     with pytest.raises(ValueError, match="identifier 'wt' names two sequences"):
         score_records(turbo, [WILD_TYPE, ProteinRecord("wt", "MKT")], None, ["turbo"])
