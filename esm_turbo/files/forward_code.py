@@ -440,6 +440,8 @@ def _is_known_cell(value: Any, depth: int) -> bool:
     """True if what a function closes over is known: not an object, which decorators keep, whose state is its own."""
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return is_known(value, depth)
+    if isinstance(value, list | tuple):
+        return all(_is_known_cell(one, depth) for one in value)
     if isinstance(value, contextlib._GeneratorContextManager):
         return is_known(value.func, depth) and is_plain([*value.args, value.kwds])
     if type(value).__module__ == parametrize.__name__:
