@@ -156,10 +156,10 @@ class ForwardCode:
         if attention is not None and attention in ALL_MASK_ATTENTION_FUNCTIONS:
             masks = ALL_MASK_ATTENTION_FUNCTIONS[attention]
             self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks, "mask")
-        for name in _OWN_ATTENTION:
-            for key, value in vars(sys.modules.get(name, None) or types.ModuleType(name)).items():
+        for own in filter(None, map(sys.modules.get, _OWN_ATTENTION)):
+            for key, value in list(vars(own).items()):
                 if key.islower() and callable(value):
-                    self._add(sys.modules[name], key, value, f"{name}.{key}", named=False)
+                    self._add(own, key, value, f"{own.__name__}.{key}", named=False)
         for space in places:
             for key in filter(_MASKS.fullmatch, list(space)):
                 self._judge(space[key], key)
@@ -227,7 +227,7 @@ class ForwardCode:
 
     def _add_configuration(self, kind: type) -> None:
         """What a class of configurations computes, if it is not of another library."""
-        for key, value in vars(kind).items():
+        for key, value in list(vars(kind).items()):
             shown = f"{kind.__module__}.{kind.__qualname__}.{key}"
             if key.startswith("__") or not _runs_when_used(value):
                 continue
