@@ -179,7 +179,7 @@ class ForwardCode:
         modules, known = self._modules, self._known
         called = set(called)
         # Each function finds names in its own module: of a decorated one, that of the decorator is another.
-        pending[:] = [inner for function in pending for inner in _with_wrapped(function)]
+        pending = [inner for function in pending for inner in _with_wrapped(function)]
         while pending:
             function = pending.pop()
             space = function.__globals__

@@ -334,14 +334,14 @@ class _Seen:
         groups += [getattr(torch_module, name) for name in GLOBAL_HOOKS]
         # Most have no entries, which one look into all of them tells.
         self.filled, self.empty = [one for one in groups if one], [one for one in groups if not one]
-        configs = [model.config, *(config for _, config in own_configs(model.config, named))]
-        self.configs, self.config_owners = [vars(one) for one in configs], configs
+        self.configs = [model.config, *(config for _, config in own_configs(model.config, named))]
         modules = [module for _, module in named]
         self.modules = modules
         # A list of modules runs them in the order in which they were put there.
         self.lists = [module._modules for module in modules if isinstance(module, nn.ModuleList | nn.Sequential)]
         self.containers = [one for module in modules for one in containers(module)]
-        self.containers += [one for config in self.configs for one in config.values() if isinstance(one, dict | list)]
+        held = [one for config in self.configs for one in vars(config).values()]
+        self.containers += [one for one in held if isinstance(one, dict | list)]
         watched = [(group, key, value) for group in self.filled for key, value in group.items()]
         watched += [
             (module.__dict__, key, module.__dict__.get(key)) for module in modules for key in watched_values(module)
@@ -351,7 +351,7 @@ class _Seen:
         # Some libraries put other mappings in place of a module's dictionaries.
         plain = all(isinstance(group, dict) for group, _, _ in watched)
         self.look_up: Callable[..., Any] = dict.get if plain else _entry
-        code = ForwardCode(named, configs)
+        code = ForwardCode(named, self.configs)
         self.spaces = [vars(one) for one in code.classes]
         self.code = [[*column] for column in zip(*code.watched, strict=True)]
         self.own = own
@@ -426,10 +426,10 @@ class _Seen:
             [*map(VERSION, self.counting)],
             steps_of(self.tensors),
             [*map(Tensor.data_ptr, self.tensors)],
-            [*map(type, self.modules), *map(type, self.config_owners)],
+            [*map(type, self.modules), *map(type, self.configs)],
             [*map(list, self.lists)],
             [_Same(one.values() if isinstance(one, dict) else one) for one in self.containers],
-            [[*config.values()] for config in self.configs],
+            [[*vars(config).values()] for config in self.configs],
             getattr(model, MODEL_ID, None),
         )
 

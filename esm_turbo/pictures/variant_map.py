@@ -43,8 +43,9 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     wild_type, arm = result.wild_type, result.reference
     scores = {name: effects(result, name) for name in result.scores}
     singles = int(np.isfinite(scores[arm]).sum())
-    without_row = sum(one.mutant not in STANDARD_RESIDUES for _, one in _single_substitutions(result))
-    several = len(result.variants) - len(_single_substitutions(result))
+    substitutions = _single_substitutions(result)
+    without_row = sum(one.mutant not in STANDARD_RESIDUES for _, one in substitutions)
+    several = len(result.variants) - len(substitutions)
     indels = any(has_indel(one.variant) for one in result.variants)
     layout: list[Tracks | Sequence[Panel]] = []
     if singles:
@@ -67,11 +68,12 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
             parts.append("Gaps stand for positions left out." if (np.diff(shown) > 1).any() else "")
         parts.append("Grey was not scored." if not whole.all() else "")
         parts.append("Entropy is over the 20 residues." if whole.any() and _has_entropy(result) else "")
+    missing = ": not in the map" if singles else ""
     if without_row:
-        parts.append(f"{counted(without_row, 'variant')} by other residues than the 20: not in the map.")
+        parts.append(f"{counted(without_row, 'variant')} by other residues than the 20{missing}.")
     if several:
         changes = f"several substitutions{', insertions or deletions' if indels else ''}"
-        parts.append(f"{counted(several, 'variant')} of {changes}{': not in the map' if singles else ''}.")
+        parts.append(f"{counted(several, 'variant')} of {changes}{missing}.")
     kind = "variants" if indels else "substitutions"
     title = f"{wild_type.id}: effects of {kind}, {counted(len(wild_type.sequence), 'residue')}"
     measured = any(variant.measured is not None for variant in result.variants)
