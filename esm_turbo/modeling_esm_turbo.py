@@ -39,7 +39,7 @@ from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import check_not_all_masked
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.packed_encoder import packed_encoder
-from esm_turbo.model.plain import check_attention
+from esm_turbo.model.plain import check_attention, check_unhooked
 from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
@@ -315,11 +315,12 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
         Warns with `UntrainedHeadWarning` if the head was never trained.
 
         Raises:
-            ValueError: the model's attention was changed, see `Executor.check_attention`.
+            ValueError: the model's attention was changed, see `Executor.check_attention`, or as of `check_unhooked`.
         """
         if problem := untrained(self, "contact_head"):
             warnings.warn(problem, UntrainedHeadWarning, stacklevel=2)
         self.executor.check_attention()
+        check_unhooked(self, "contacts call its layers and its contact head")
         session = _AttentionWeights(attention_mask)
         EsmModel.forward(self, tokens, attention_mask, return_dict=True, kv_session=session)
         attentions = torch.stack(session.weights, dim=1)

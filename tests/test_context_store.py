@@ -759,7 +759,8 @@ def read(store):
     while missing and time.monotonic() < until:
         for index, cache in enumerate(store.get(turbo, sequences)):
             if cache is not None:
-                assert torch.equal(cache.layers[1].packed["keys"], expected[index])
+                # Batches of other sizes round differently on some processors.
+                torch.testing.assert_close(cache.layers[1].packed["keys"], expected[index])
                 missing.discard(index)
     return 100 + len(missing)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import EsmTokenizer
+from transformers import EsmForMaskedLM, EsmTokenizer, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
@@ -22,6 +22,7 @@ from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
+from esm_turbo.files.identity import model_identity
 from esm_turbo.model.masked_lm import CachedMaskedLM
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.tasks.common.forwards import FROZEN
@@ -38,13 +39,13 @@ MODELS: dict[str, Callable[[], CachedMaskedLM]] = {
 
 @torch.no_grad()
 def largest_difference(model: CachedMaskedLM) -> float:
-    """Between a whole forward, and every token in turn after a context of all others."""
+    """Between a whole forward, and every token in turn after a context of all others, by the largest logit."""
     ids, mask = random_ids([40], masks=0)
     whole, caches = prefill(model, [FROZEN], ids, mask)
     found = extend_each_token(model, caches[FROZEN], ids[0])
     expected = model(ids, mask)
     assert torch.equal(expected.logits, whole.logits)
-    return float(abs(torch.from_numpy(found.logits) - whole.logits[0]).max())
+    return float(abs(torch.from_numpy(found.logits) - whole.logits[0]).max() / whole.logits.abs().max())
 
 
 def sine_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,7 +337,17 @@ def _hook_all(model: nn.Module) -> RemovableHandle:
     return nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
 
 
-@pytest.mark.parametrize("change", [_hook, _replace_forward, _hook_all])
+def _derive(model: nn.Module) -> None:
+    class Derived(type(model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Derived
+    # As the others, for the message.
+    Derived.__name__ = Derived.__base__.__name__
+
+
+@pytest.mark.parametrize("change", [_hook, _replace_forward, _hook_all, _derive])
 def test_scores_do_not_leave_out_code_of_the_whole_model(change: Callable[[nn.Module], Any]) -> None:
     turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
     turbo.model.model_id = "changed"
@@ -353,6 +364,32 @@ def test_scores_do_not_leave_out_code_of_the_whole_model(change: Callable[[nn.Mo
     finally:
         if handle is not None:
             handle.remove()
+
+
+def test_scores_do_not_leave_out_what_replaces_the_library_s_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    monkeypatch.setattr(EsmForMaskedLM, "forward", lambda self, *args, **kwargs: None)
+    with pytest.raises(ValueError, match="has hooks or a forward of its own"):
+        turbo.score_variants("MKTAYI")
+
+
+@pytest.mark.filterwarnings("ignore::esm_turbo.model.heads.UntrainedHeadWarning")
+@pytest.mark.parametrize("change", [_hook, _replace_forward, _derive])
+def test_contacts_do_not_leave_out_code_of_the_encoder(change: Callable[[nn.Module], Any]) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    assert turbo.embed(["MKTAYI"], include=["contacts"])[0].contacts is not None
+    change(turbo.model.base_model)
+    with pytest.raises(ValueError, match="has hooks or a forward of its own"):
+        turbo.embed(["MKTAYI"], include=["contacts"])
+
+
+@pytest.mark.parametrize("family", ["ESM-2", "ESM-C"])
+def test_what_makes_masks_calls_is_code_of_the_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = MODELS[family]().base_model
+    before = model_identity(encoder)
+    monkeypatch.setattr(masking_utils, "bidirectional_mask_function", lambda *places: places[-1] > 2)
+    found = model_identity(encoder)
+    assert "bidirectional_mask_function" in found.foreign and before.difference(found)
 
 
 @pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")

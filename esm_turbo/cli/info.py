@@ -99,7 +99,7 @@ def embeddings_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     else:
         settings, proteins = h5.settings(path), h5.proteins(path)
     # The options of caches are not a cache.
-    settings = {"cache_options" if name == "cache" else name: one for name, one in settings.items()}
+    settings = {"cache_options" if name == "cache" else name: x for name, x in settings.items() if name != "probe"}
     return {"kind": "embeddings", "proteins": proteins, "format": settings.pop("format", "h5"), **settings}
 
 

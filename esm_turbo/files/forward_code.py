@@ -152,17 +152,17 @@ class ForwardCode:
             attends = [space[_EAGER] for space in places if _EAGER in space]
             for attend in attends:
                 self._judge(attend, _EAGER)
-        self._follow(attends)
+        masks = {key: value for space in places for key, value in space.items() if _MASKS.fullmatch(key)}
+        for key, value in masks.items():
+            self._judge(value, key)
         if attention is not None and attention in ALL_MASK_ATTENTION_FUNCTIONS:
-            masks = ALL_MASK_ATTENTION_FUNCTIONS[attention]
-            self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks, "mask")
+            masks["mask"] = ALL_MASK_ATTENTION_FUNCTIONS[attention]
+            self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks["mask"], "mask")
+        self._follow([*attends, *masks.values()])
         for own in filter(None, map(sys.modules.get, _OWN_ATTENTION)):
             for key, value in list(vars(own).items()):
                 if key.islower() and callable(value):
                     self._add(own, key, value, f"{own.__name__}.{key}", named=False)
-        for space in places:
-            for key in filter(_MASKS.fullmatch, list(space)):
-                self._judge(space[key], key)
         attends_by_name = any("is_causal" in vars(module) for _, module in named)
         self.attention = (self.foreign or _changed_option(named)) if attends_by_name else ""
         if has_global_hooks():

@@ -6,6 +6,10 @@ parameters and buffers, of its options (the configuration, and the plain values 
 something else runs than the code of known libraries, such as a hook, nothing can be said of its results: contexts are
 then used within the call that computes them, unless the user names the model (`model_id`).
 
+Digests see any change of what they are made of, and no list of what a forward runs is complete. So each identity has a
+second lock, a few outputs of the model for a fixed input: it sees changes of whatever runs, if they are larger than
+rounding. A tolerance thus refuses models, and admits none.
+
 `exact_identity` reads all of it. `model_identity` is for every call: it reads no tensor, but what changes with them.
 """
 
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -43,6 +48,7 @@ from esm_turbo.files.model_contents import (
 from esm_turbo.files.tensor_digests import sampled_views, tensors_digest
 
 __all__ = [
+    "OTHER_OUTPUTS",
     "UNKNOWN_MODEL",
     "Gather",
     "ModelIdentity",
@@ -52,6 +58,7 @@ __all__ = [
     "model_identity",
     "owned",
     "rounding",
+    "same_outputs",
     "seen_attention",
     "seen_code",
     "seen_foreign",
@@ -85,6 +92,8 @@ class ModelIdentity:
         forward: digest of the names of what runs.
         foreign: what runs that is not known, for the message; empty if all is known or the user named the model.
         dropout: name of a module that drops values at random, as in training; empty for none.
+        probe: some outputs for a fixed input, float32, hexadecimal; empty where unknown code runs or dropout is active,
+            and of a model that is not this package's.
         owner: gives the model, or None where it does not exist any more, or in another process; None for an identity
             from a file, which was checked when it was written.
     """
@@ -95,21 +104,23 @@ class ModelIdentity:
     forward: str
     foreign: str = ""
     dropout: str = ""
+    probe: str = field(default="", compare=False)
     owner: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         """Copies and pickles have no model."""
         owner = None if self.owner is None else _nobody
-        return ModelIdentity, (*(getattr(self, name) for name in (*_LASTING, "foreign", "dropout")), owner)
+        return ModelIdentity, (*(getattr(self, name) for name in (*_LASTING, "foreign", "dropout", "probe")), owner)
 
     @property
     def digest(self) -> str:
         """Short hash of the whole, hexadecimal."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        exact = {name: getattr(self, name) for name in _LASTING}
+        return hashlib.sha256(json.dumps(exact, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, str]:
         """JSON values of a lasting identity."""
-        return {name: getattr(self, name) for name in _LASTING}
+        return {name: getattr(self, name) for name in (*_LASTING, "probe")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelIdentity:
@@ -119,7 +130,8 @@ class ModelIdentity:
             KeyError: a value is missing.
             TypeError: a value is no string.
         """
-        own = {name: values[name] for name in _LASTING}
+        # Files of earlier versions have no probe.
+        own = {name: values[name] for name in _LASTING} | {"probe": values.get("probe", "")}
         if not all(isinstance(value, str) for value in own.values()):
             raise TypeError("an identity consists of strings")
         return cls(**own)
@@ -135,8 +147,11 @@ class ModelIdentity:
                 return noun
         if self.forward != model.forward or self.foreign != model.foreign:
             return f"other code runs in its forward{f': {model.foreign}' if model.foreign else ''}"
-        random = self.dropout or model.dropout
-        return f"dropout is active in {random}" if random else "it was copied" if self.foreign else ""
+        if random := self.dropout or model.dropout:
+            return f"dropout is active in {random}"
+        if self.foreign:
+            return "it was copied"
+        return "" if same_outputs(self.probe, model.probe, self.precision) else OTHER_OUTPUTS
 
     def check_determinate(self) -> None:
         """Make sure that the model computes the same each time.
@@ -165,7 +180,7 @@ class ModelIdentity:
             )
 
     def check_unchanged(self) -> None:
-        """Make sure that the model is to the bit what it was seen as.
+        """Make sure that the model is what it was seen as.
 
         Raises:
             ValueError: it is not, or does not exist here, or as of `check_lasting`.
@@ -189,8 +204,24 @@ def _nobody() -> None:
 
 
 _LASTING = ("precision", "weights", "options", "forward")
+OTHER_OUTPUTS = "the same weights and code give other outputs"
+"""How models differ whose probes differ."""
 UNKNOWN_MODEL = ModelIdentity("", "", "", "")
 """Of caches that no model made."""
+
+
+def same_outputs(probe: str, other: str, precision: str) -> bool:
+    """True if two probes agree as far as devices and threads round alike, or one of them is empty.
+
+    Args:
+        probe: see `ModelIdentity`, as is `other`.
+        precision: in which both were computed.
+    """
+    if not (probe and other):
+        return True
+    a, b = (np.frombuffer(bytes.fromhex(one), "<f4") for one in (probe, other))
+    tolerance = 1e-3 if precision == "float32" else 5e-2
+    return len(a) == len(b) and not np.abs(a - b).max() > tolerance * np.abs(a).max()
 
 
 def model_identity(model: Any, *, sampled: bool | None = None) -> ModelIdentity:
@@ -314,9 +345,12 @@ def _look(model: Any) -> _Seen:
     # Autocast would go on to use copies of the weights that there were before.
     torch.clear_autocast_cache()
     after = _Seen(model)
+    now = after.identity(model)
     if before is not None and before.described == after.described:
-        # Tensors were moved, but not changed.
-        after.identities = before.identities
+        known = before.identities.get(after.rounding(model), now)
+        if same_outputs(known.probe, now.probe, now.precision):
+            # Tensors were moved, but not changed.
+            after.identities = before.identities
     model.__dict__[_KEPT_AS] = after
     return after
 
@@ -385,13 +419,20 @@ class _Seen:
         return type(None), ()
 
     def identity(self, model: Any) -> ModelIdentity:
-        precision, modes = self.dtypes + rounding(model), active_modes()
+        precision, modes = self.rounding(model)
         if (precision, modes) not in self.identities:
             described = self.described
             if modes and not getattr(model, MODEL_ID, None):
                 described = described | {"foreign": described["foreign"] or f"the mode {modes}"}
-            self.identities[precision, modes] = ModelIdentity(precision, **described, owner=weakref.ref(model))
+            # Code that is not known may count its calls.
+            probe = "" if self.foreign or modes or described["dropout"] else _probe(model)
+            owner = weakref.ref(model)
+            self.identities[precision, modes] = ModelIdentity(precision, **described, probe=probe, owner=owner)
         return self.identities[precision, modes]
+
+    def rounding(self, model: Any) -> tuple[str, str]:
+        """The precision in which a model computes now, and unknown modes that see its operations."""
+        return self.dtypes + rounding(model), active_modes()
 
     def is_current(self, model: Any, sampled: bool | None) -> bool:
         """True if nothing has changed, see `model_identity`."""
@@ -445,6 +486,11 @@ class _Same(list[Any]):
         return isinstance(other, list) and len(self) == len(other) and all(map(operator.is_, self, other))
 
     __hash__ = None
+
+
+def _probe(model: Any) -> str:
+    sample: Callable[[], Tensor] | None = getattr(getattr(model, "base_model", None), "sampled_outputs", None)
+    return "" if sample is None else sample().cpu().numpy().astype("<f4").tobytes().hex()
 
 
 def _digest(value: Any) -> str:

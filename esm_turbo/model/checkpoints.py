@@ -22,7 +22,7 @@ from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.files.model_contents import is_inside, plain_values, rates_of_dropout
+from esm_turbo.files.model_contents import dropping_module, is_inside, plain_values, rates_of_dropout
 from esm_turbo.model.adapters import is_adapter
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
@@ -130,6 +130,7 @@ class CheckpointMixin(PicklableHooksMixin):
         finalize_dispatch(converted)
         converted.model_id = model_id  # type: ignore[attr-defined]
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
+        _check_outputs(model, converted)
         return converted
 
     @classmethod
@@ -378,6 +379,27 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
+
+
+@torch.no_grad()
+def _check_outputs(model: Any, converted: Any) -> None:
+    """Check that a model gives what its weights give in the class to which they were converted.
+
+    Raises:
+        ValueError: it does not, so that something was left out of which `_as_made` does not know.
+    """
+    # Nothing says that the layers of a model on several devices can be called.
+    if converted.base_model.is_spread or dropping_module(converted.named_modules()):
+        return
+    ids, mask = converted.base_model.executor.probe_input()
+    with torch.compiler.set_stance("force_eager"):
+        expected, found = (one(ids, attention_mask=mask)[0][mask.bool()] for one in (model, converted))
+    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2
+    if (expected - found).abs().max() > tolerance * expected.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} computes something else than its weights do in its class: of a model that is"
+            " converted or calibrated, only weights are taken"
+        )
 
 
 def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:

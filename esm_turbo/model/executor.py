@@ -255,6 +255,26 @@ class Executor:
         plan.embeddings, plan.session = inputs.inputs_embeds, session
         self.encoder.library_forward(plan)
 
+    def probe_input(self) -> tuple[Tensor, Tensor]:
+        """Rows of 12 and of 8 tokens that stand for all input: ids and which of them are real, int64 [2, 12] each."""
+        (begin, end), masked = self.encoder.special_ids, self.encoder.mask_token_id
+        others = set(range(self.encoder.config.vocab_size)) - {begin, end, masked, self.encoder.config.pad_token_id}
+        row = torch.tensor([begin, *sorted(others)[::3][:9], masked, end], device=self.encoder.device)
+        ids, mask = torch.stack((row, row.flip(0))), torch.ones(2, len(row), dtype=torch.int64, device=row.device)
+        mask[1, 8:] = 0
+        return ids, mask
+
+    @torch.no_grad()
+    def sampled_outputs(self) -> Tensor:
+        """Some last hidden states of the library's forward for `probe_input`, float32 [64]."""
+        ids, mask = self.probe_input()
+        # Of E1, also in two sequences.
+        chains = None if self.encoder.exact_contexts is None else mask.cumsum(dim=1) // 7
+        with torch.compiler.set_stance("force_eager"):
+            last: Tensor = self.encoder.library_forward(self._plan_plain(ForwardInputs(ids, mask, chains=chains)))[0]
+        elements = last[mask.bool()].flatten()
+        return elements[torch.arange(64, device=elements.device) * (len(elements) - 1) // 63].float()
+
     def check_attention(self) -> None:
         """Check that the model attends as the library's does, since sessions attend in place of it.
 

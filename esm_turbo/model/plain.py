@@ -126,13 +126,19 @@ def changed_attention(change: str) -> ValueError:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
+    """Tell whether a call of a module, submodules aside, runs a library's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return "forward" not in module.__dict__ and not has_global_hooks() and all(map(is_replaced, hooks))
+    forwards = [vars(one)["forward"] for one in type(module).__mro__ if "forward" in vars(one)]
+    own = "forward" in vars(module) or not all(map(is_known, forwards))
+    return not own and not has_global_hooks() and all(map(is_replaced, hooks))
 
 
-def check_unhooked(model: nn.Module) -> None:
-    """Check that calls of a model's encoder and head run all that a call of the model would.
+def check_unhooked(model: nn.Module, caller: str = "scores call its encoder and its head") -> None:
+    """Check that calls of parts of a model run all that a call of the model would.
+
+    Args:
+        model: a model, or an encoder.
+        caller: what calls which parts, for the error.
 
     Raises:
         ValueError: the model has hooks, or a forward, of its own, or there are hooks of all modules.
@@ -140,6 +146,6 @@ def check_unhooked(model: nn.Module) -> None:
     if not is_unhooked(model):
         raise ValueError(
             f"{type(model).__name__} has hooks or a forward of its own, or there are hooks of all modules, as a program"
-            " or a library such as accelerate puts there; scores call its encoder and its head, and would leave them"
-            " out: put hooks on these, or call the model"
+            f" or a library such as accelerate puts there; {caller}, and would leave them out: put hooks on these, or"
+            " call the model"
         )

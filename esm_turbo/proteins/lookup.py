@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 
 from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
@@ -35,8 +36,10 @@ class ProteinIndex:
         self.noun = noun
         self.records = records
         self._by_id = {record.id: record for record in records}
-        # The first of several with one sequence: they are the same to the model.
-        self._by_sequence = {record.sequence: record for record in reversed(records)}
+        # The first of several with one sequence, if they are numbered alike: they are the same to the model.
+        numbered = {(record.sequence, record.first_position): record for record in reversed(records)}
+        several = Counter(sequence for sequence, _ in numbered)
+        self._by_sequence = {sequence: one for (sequence, _), one in numbered.items() if several[sequence] == 1}
         self._by_part: dict[str, ProteinRecord | None] = {}
         for record in records:
             for part in dict.fromkeys(uniprot_parts(record.id)):

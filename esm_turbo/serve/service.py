@@ -161,6 +161,8 @@ class Service:
         candidates = []
         for index, sequence in enumerate(request.candidates):
             field = ("candidates", index)
+            if len(sequence.split()) > 1:
+                raise invalid("has a space inside; remove it, or give two candidates", *field)
             candidates.append(self._encode(sequence, self.limits.candidate_residues, *field))
             if self.turbo.codes.mask in candidates[-1]:
                 raise invalid("holds a <mask>, which has no likelihood; give residues only", *field)

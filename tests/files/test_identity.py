@@ -27,6 +27,7 @@ from esm_turbo.files.identity import (
     lasting_identity,
     model_identity,
     owned,
+    same_outputs,
     seen_code,
     seen_identity,
     watch,
@@ -34,9 +35,10 @@ from esm_turbo.files.identity import (
 from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model import packed_encoder, plan
 from esm_turbo.modeling_esm_turbo import TurboEsmLayer
+from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.ops.copies import Gatherer
 from tests.helpers.e1 import make_e1
-from tests.helpers.models import make_esm
+from tests.helpers.models import make_esm, make_esmc
 
 SEQUENCE = "MKTAYIAKQRQISFVK"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -598,6 +600,45 @@ def test_what_computes_a_configuration_of_this_package_is_watched(monkeypatch):
     before = model_identity(model.model)
     monkeypatch.setattr(type(model.config), "layer_kinds", property(lambda self: ()))
     assert before.difference(model_identity(model.model))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["ESM-2", "ESM-C", "E1"])
+def test_a_probe_allows_what_only_rounds_otherwise(family, dtype):
+    makers = {"ESM-2": make, "ESM-C": lambda: TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact"), "E1": make_e1}
+    model = makers[family]().to(dtype).eval().base_model
+    before, other = exact_identity(model), copy.deepcopy(model)
+    other.config._attn_implementation = "eager"
+    with one_thread_more():
+        found = exact_identity(other).probe
+    assert len(found) == 2 * 4 * 64 and same_outputs(found, before.probe, before.precision)
+    x = torch.frombuffer(bytearray.fromhex(found), dtype=torch.float32)
+    for change, same in ((1e-4, True), (0.5, False)):
+        changed = x + change * x.abs().max() * torch.eye(64)[5]
+        assert same_outputs(found, changed.numpy().tobytes().hex(), before.precision) is same
+
+
+@contextlib.contextmanager
+def one_thread_more():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_files_without_a_probe_are_compared_by_their_digests(model):
+    identity = exact_identity(model)
+    older = {name: value for name, value in identity.to_dict().items() if name != "probe"}
+    assert not ModelIdentity.from_dict(older).difference(identity)
+    assert ModelIdentity.from_dict(identity.to_dict()) == identity
+
+
+def test_unknown_code_is_not_probed(model):
+    calls = []
+    model.encoder.register_forward_hook(lambda *_: calls.append(1))
+    assert not exact_identity(model).probe and not calls
 
 
 def test_hooks_that_accelerate_joins_are_judged(model):

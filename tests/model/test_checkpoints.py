@@ -101,6 +101,15 @@ class Doubling(ModelHook):
         return 2 * output
 
 
+def _forward_over_accelerate(dense: torch.nn.Module) -> None:
+    add_hook_to_module(dense, AlignDevicesHook(io_same_device=True))
+    moved = dense.forward
+    dense.forward = lambda x: 0.5 * moved(x)
+
+
+_OTHER_OUTPUTS = "computes something else than its weights do in its class"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,6 +127,9 @@ class Doubling(ModelHook):
         (lambda model: model.esm.encoder.layer.append(model.esm.encoder.layer[0]), "layer has 3 modules, not 2"),
         (lambda model: model.esm.encoder.layer.pop(1), "layer has 1 modules, not 2"),
         (lambda model: delattr(model.lm_head, "dense"), "does not fit its configuration: .* has no attribute"),
+        # What no list of what is left out names.
+        (lambda model: setattr(model.esm.encoder.layer[0], "feed_forward_chunk", lambda x: x), _OTHER_OUTPUTS),
+        (lambda model: _forward_over_accelerate(model.esm.encoder.layer[0].intermediate.dense), _OTHER_OUTPUTS),
     ],
 )
 def test_a_model_that_computes_something_of_its_own_is_not_converted(

@@ -58,6 +58,13 @@ def test_other_names_are_refused(name: str, hint: str) -> None:
     assert caught.value.known == [record.id for record in RECORDS]
 
 
+def test_a_sequence_of_two_numberings_names_neither() -> None:
+    records = [ProteinRecord("a", "MKT", f"first_position={first}") for first in (1, 3)]
+    with pytest.raises(UnknownProteinError):
+        ProteinIndex(records).find("MKT")
+    assert ProteinIndex(records[:1] * 2).find("MKT") is records[0]
+
+
 def test_a_part_of_two_identifiers_names_neither() -> None:
     records = [ProteinRecord("sp|P1|A_X", "M"), ProteinRecord("tr|P1|B_X", "K"), ProteinRecord("sp|P2|A_X", "T")]
     index = ProteinIndex(records)

@@ -197,6 +197,7 @@ EMBED = {"model": "esm2-mini"}
         (SCORE, {"candidates": ["A", ""]}, ["candidates", 1]),
         (SCORE, {"candidates": ["A", "\ud800"]}, ["candidates", 1]),
         (SCORE, {"candidates": ["A<mask>"]}, ["candidates", 0]),
+        (SCORE, {"candidates": ["A", "C D"]}, ["candidates", 1]),
         (SCORE, {"candidates": ["A" * 101]}, ["candidates", 0]),
         (SCORE, {"candidates": ["A", None]}, ["candidates", 1]),
         (SCORE, {"candidates": ["A" * 100] * 20}, ["candidates"]),

@@ -172,7 +172,7 @@ class _RunModel:
 
 
 def _by_dtype(identity: ModelIdentity) -> ModelIdentity:
-    return replace(identity, precision=identity.precision.partition("-")[0])
+    return replace(identity, precision=identity.precision.partition("-")[0], probe="")
 
 
 def _same_codecs(a: dict[TurboConfig, Fingerprint] | None, b: dict[TurboConfig, Fingerprint] | None) -> bool:

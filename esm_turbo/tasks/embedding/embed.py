@@ -91,9 +91,11 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     Raises:
         ValueError: the model cannot be identified, see `ModelIdentity.check_lasting`, or the context is in a pool.
     """
+    identity = lasting_identity(turbo.model)
     settings: dict[str, Any] = {
         "model": turbo.name,
-        "weights": lasting_identity(turbo.model).digest,
+        "weights": identity.digest,
+        "probe": identity.probe,
         "dtype": str(turbo.model.dtype).removeprefix("torch."),
         "repr_layers": sorted(request.layers),
         "include": sorted(request.include),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.identity import OTHER_OUTPUTS, same_outputs
 from esm_turbo.files.kinds import SETTINGS_FILE
 from esm_turbo.files.writing import file_errors, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -34,7 +35,7 @@ _SAFE_LABEL = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 # Recorded with the settings; another device changes results by rounding only.
-_UNCOMPARED = {"device"}
+_UNCOMPARED = {"device", "probe"}
 
 SameSequence = Sequence[ProteinRecord]
 """Proteins with the same sequence, at least one; they share one embedding."""
@@ -246,3 +247,5 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
             raise ValueError(
                 f"{path}: holds embeddings made with {name} {old}, not {new}; give another path, or the same options"
             )
+    if not same_outputs(existing.get("probe", ""), settings.get("probe", ""), settings.get("dtype", "")):
+        raise ValueError(f"{path}: holds embeddings of another model: {OTHER_OUTPUTS}; give another path")

@@ -123,10 +123,11 @@ def exchanged_names(content: bytes) -> bytes:
 )
 def test_a_damaged_index_is_noticed_and_written_again(run, tmp_path, damaged):
     out = tmp_path / "out"
-    run(out)
+    # With one protein per batch, a result computed again has the same bits.
+    run(out, toks_per_batch=1)
     expected = files(out)
     (out / INDEX_FILE).write_bytes(damaged((out / INDEX_FILE).read_bytes()))
-    assert str(out / INDEX_FILE) in run(out).damaged
+    assert str(out / INDEX_FILE) in run(out, toks_per_batch=1).damaged
     assert files(out) == expected
 
 
