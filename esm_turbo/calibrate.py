@@ -28,6 +28,7 @@ from esm_turbo.files.artifacts import package_versions
 from esm_turbo.files.families import FAMILIES, FAMILY_NAMES, encoder_of, projections_of
 from esm_turbo.files.fingerprint import attention_fingerprint, model_fingerprint
 from esm_turbo.files.hub import model_name
+from esm_turbo.files.identity import exact_identity, model_identity
 from esm_turbo.model.checkpoints import check_weights
 from esm_turbo.model.collectors import (
     MomentsCollector,
@@ -111,6 +112,8 @@ class KVCalibrator:
         check_weights(model)
         family = FAMILIES[encoder.config.model_type]
         self._encoder: CachedModel = family.load(family.model).from_esm(encoder).eval()
+        # It shares nothing but weights with the model.
+        self._weights = model_identity(self._encoder).weights
         config = self._encoder.config
         self.geometry = Geometry.of(config)
         self._protected_ids = torch.tensor(self._encoder.protected_ids, dtype=torch.int64)
@@ -140,8 +143,10 @@ class KVCalibrator:
 
         Raises:
             ValueError: invalid shapes or ids, a mask that is padded on the left or has holes, a row of only `<mask>`
-                and padding, or queries, keys or values that are not finite. The calibrator is unchanged then.
+                and padding, or queries, keys or values that are not finite, or the model has changed since the first
+                protein. The calibrator is unchanged then.
         """
+        self._check_unchanged(model_identity(self._encoder).weights)
         ids, mask = self._checked(input_ids, attention_mask)
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
         places = torch.arange(ids.shape[1]).expand_as(ids) if position_ids is None else position_ids.cpu()
@@ -244,8 +249,10 @@ class KVCalibrator:
             provenance: additional provenance to record, JSON values.
 
         Raises:
-            ValueError: fewer residues were seen than a head has components.
+            ValueError: fewer residues were seen than a head has components, or the model has changed since the first
+                protein.
         """
+        self._check_unchanged(exact_identity(self._encoder).weights)
         if self.n_residues_seen_ < self.geometry.head_dim:
             exact = self._encoder.exact_contexts is not None
             raise ValueError(
@@ -276,6 +283,17 @@ class KVCalibrator:
         attention = attention_fingerprint(weights, self.geometry.num_layers)
         calibration = Calibration(statistics, attention, record | (provenance or {}), weights=weights)
         return calibration.fit(presets, device=self._encoder.device)
+
+    def _check_unchanged(self, weights: str) -> None:
+        if weights == self._weights:
+            return
+        if self.n_sequences_seen_:
+            raise ValueError(
+                "the model has changed since the calibrator saw its first protein, and statistics are of one model:"
+                " make another calibrator"
+            )
+        self._weights, self._output_gram = weights, _output_gram(self._encoder, self.geometry)
+        vars(self).pop("_output_root", None)
 
     def _checked(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Checked ids and bool mask, [batch, n] each, on the CPU."""

@@ -141,9 +141,8 @@ def calibrate_records(
         while following in arrived:
             calibrator.merge(arrived.pop(following))
             following += 1
-    calibration = calibrator.finalize(presets, made_from)
     refuse_changed(turbo, begun)
-    return calibration
+    return calibrator.finalize(presets, made_from)
 
 
 def first_records(records: Sequence[ProteinRecord], max_residues: int | None = None) -> list[ProteinRecord]:

@@ -76,33 +76,33 @@ def call_on(turbo: ContextModel, progress: Progress | None = None) -> Iterator[N
     Raises:
         ValueError: dropout is active, or the model changed meanwhile.
     """
-    encoder, tree = turbo.model.base_model, tree_of(turbo.model)
+    model, tree = turbo.model, tree_of(turbo.model)
     # A look at all takes longer than a token's forward.
     looks = progress is not None or any(tree.modes())
-    begun = model_identity(encoder) if looks else None
+    begun = model_identity(model) if looks else None
     if begun is not None:
         begun.check_determinate()
     # Kept here: others might get the addresses of freed ones.
     weights = tree.held()
     before = versions_of(weights), [*map(_DTYPE, weights)]
-    with encoder.kv.in_call():
+    with model.base_model.kv.in_call():
         yield
     after = tree_of(turbo.model).held()
     changed = [*map(id, after)] != [*map(id, weights)] or (versions_of(after), [*map(_DTYPE, after)]) != before
     if changed:
         raise ValueError(_CHANGED)
     if begun is not None:
-        refuse_seen_change(turbo, begun)
+        refuse_seen_change(model, begun)
 
 
-def refuse_seen_change(turbo: ContextModel, begun: ModelIdentity) -> None:
+def refuse_seen_change(model: Any, begun: ModelIdentity) -> None:
     """As `refuse_changed`, as far as `model_identity` sees changes without reading all weights.
 
     Raises:
         ValueError: the model is not what it was.
     """
     # By value: threads that look at a model at once see it as objects of their own.
-    if begun != model_identity(turbo.model.base_model):
+    if begun != model_identity(model):
         raise ValueError(_CHANGED)
 
 

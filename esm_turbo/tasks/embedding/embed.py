@@ -159,7 +159,7 @@ def iter_embeddings(
         for number, embedded in run_on_model(turbo, where, EmbedTask(request), pieces, stage="embed", units=units):
             # Whoever takes batches may change the model between two.
             if begun is not None:
-                refuse_seen_change(turbo, begun)
+                refuse_seen_change(turbo.model.base_model, begun)
             for index, reason in sorted((batches[number][row], reason) for row, reason in embedded.failed.items()):
                 if on_failure is not None:
                     on_failure(index, reason)

@@ -293,7 +293,13 @@ def read_pairs(
     if not is_table(path):
         raise CsvError(f"{os.fspath(path)}: targets alone; give candidates too, or a table of pairs (.csv or .tsv)")
     rows = read_csv(path, ["sequence"], [*_NAMES, *_RECEPTORS], {"sequence": _ALIAS})
-    column = next((name for name in _RECEPTORS if any(row[name] for row in rows)), None)
+    named = [name for name in _RECEPTORS if any(row[name] for row in rows)]
+    # Their own tables may name targets as well.
+    if len(both := [name for name in named if name != "target"]) > 1:
+        raise CsvError(
+            f"{os.fspath(path)}: has the columns {both[0]!r} and {both[1]!r}, which mean the same; remove or rename one"
+        )
+    column = next(iter(named), None)
     if column is None:
         raise CsvError(
             f"{os.fspath(path)}: lacks the column {' or '.join(map(repr, _RECEPTORS))}; give targets as FASTA, and this"

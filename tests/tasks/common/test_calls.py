@@ -58,6 +58,10 @@ def _set(model: TurboEsmForMaskedLM) -> None:
     model.esm.encoder.layer[0].LayerNorm.eps = 0.1
 
 
+def _set_in_head(model: TurboEsmForMaskedLM) -> None:
+    model.lm_head.layer_norm.eps = 0.1
+
+
 def _hook(model: TurboEsmForMaskedLM) -> None:
     model.esm.encoder.layer[0].register_forward_hook(lambda *_: None)
 
@@ -67,7 +71,7 @@ def _drop(model: TurboEsmForMaskedLM) -> None:
     model.train()
 
 
-@pytest.mark.parametrize("change", [_write, _train, torch.nn.Module.bfloat16, _set, _hook, _drop])
+@pytest.mark.parametrize("change", [_write, _train, torch.nn.Module.bfloat16, _set, _set_in_head, _hook, _drop])
 @pytest.mark.parametrize(
     "call",
     [

@@ -308,6 +308,13 @@ def test_what_pepmlm_generates_is_read(tmp_path) -> None:
     assert (targets[0].sequence, candidate.sequence, bad) == ("MKTAY", "GS", [])
 
 
+def test_two_columns_of_receptors_are_refused(tmp_path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("Receptor Sequence,Input Sequence,Binder\nMKTAY,MKTAYGGG,GS\n")
+    with pytest.raises(CsvError, match="has the columns 'Receptor Sequence' and 'Input Sequence', which mean the same"):
+        read_pairs(path)
+
+
 def test_targets_alone_are_refused(tmp_path) -> None:
     fasta, table = tmp_path / "t.fasta", tmp_path / "t.csv"
     fasta.write_text(">t\nMKTAY\n")
