@@ -109,9 +109,9 @@ def test_saved_loaded_joined_and_selected(e1: TurboEsm, tmp_path: Path) -> None:
     expected = [e1.extend(cache, QUERY).logits for cache in caches]
     caches[0].save(tmp_path / "cache")
     joined = TurboKVCache.cat([caches[1], TurboKVCache.load(tmp_path / "cache", model=e1.model)])
-    torch.testing.assert_close(e1.extend(joined, [QUERY] * 2).logits, torch.cat(expected[::-1]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(e1.extend(joined, [QUERY] * 2).logits, torch.cat(expected[::-1]), rtol=0, atol=1e-4)
     joined.batch_select_indices(torch.tensor([1]))
-    torch.testing.assert_close(e1.extend(joined, QUERY).logits, expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(e1.extend(joined, QUERY).logits, expected[0], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
