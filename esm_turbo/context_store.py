@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.context_model import ContextModel, Sequences
+from esm_turbo.files.identity import ModelIdentity
 from esm_turbo.files.kinds import is_store
 from esm_turbo.files.tabular import named
 from esm_turbo.kv_cache import TurboKVCache
@@ -86,6 +87,7 @@ class ContextStore:
         self._usage = Usage(self.folder)
         self._lookup = Lookup(host_bytes, device_bytes, self._usage)
         self._mutex = threading.RLock()
+        self._model: ModelIdentity | None = None
         self._flush = weakref.finalize(self, self._usage.flush)
 
     def __repr__(self) -> str:
@@ -105,6 +107,12 @@ class ContextStore:
     ) -> None:
         self.close()
 
+    def _spec(self, turbo: ContextModel, config: TurboConfig | None = None) -> ContextSpec:
+        """See `context_spec`; a model is probed when it is first seen, and after changes."""
+        spec = context_spec(turbo, config, self._model)
+        self._model = spec.identity
+        return spec
+
     def close(self) -> None:
         """Frees the contexts in memory and writes the counts of hits. The store can still be used."""
         with self._mutex:
@@ -118,7 +126,7 @@ class ContextStore:
             ValueError: it belongs to another one.
         """
         with self._mutex:
-            self._files.partition(context_spec(turbo, TurboConfig.from_preset("exact")))
+            self._files.partition(self._spec(turbo, TurboConfig.from_preset("exact")))
 
     def get(
         self,
@@ -170,7 +178,7 @@ class ContextStore:
         """
         requests = context_requests(turbo, sequences, total_tokens, total_masks)
         unique = deduplicate(requests)
-        spec = context_spec(turbo)
+        spec = self._spec(turbo)
         with self._mutex:
             partition = self._files.partition(spec)
             looked_up = {one.key: self._lookup.find(partition, one.key, turbo.model.device) for one in unique}
@@ -210,7 +218,7 @@ class ContextStore:
         """
         requests = context_requests(turbo, sequences, total_tokens, total_masks)
         unique = deduplicate(requests)
-        spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
+        spec, device, hold = self._spec(turbo), turbo.model.device, self._lookup.pool.hold()
         done: set[int] = set()
         # Of contexts in memory, partitions tell the kinds apart; what is not stored is not found again.
         name = uuid.uuid4().hex
@@ -260,7 +268,7 @@ class ContextStore:
         self, turbo: ContextModel, keys: Sequence[str], config: TurboConfig | None = None, *, count_missed: bool = False
     ) -> list[TurboKVCache | None]:
         """The contexts of keys, under the model's own preset or other options; None for those that are not there."""
-        spec, device = context_spec(turbo, config), turbo.model.device
+        spec, device = self._spec(turbo, config), turbo.model.device
         with self._mutex:
             partition = self._files.partition(spec)
             found = [self._lookup.find(partition, key, device) for key in keys]
@@ -289,7 +297,7 @@ class ContextStore:
             self._usage.count("missed", len(token_ids))
         if self.read_only:
             return
-        spec = context_spec(turbo, config)
+        spec = self._spec(turbo, config)
         if difference := cache.identity.difference(spec.identity):
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
         # What is written has to be computed before this returns: it may as well be waited for here.
@@ -315,7 +323,7 @@ class ContextStore:
         Raises:
             ValueError: the store belongs to another model.
         """
-        spec, device, hold = context_spec(turbo, config), turbo.model.device, self._lookup.pool.hold()
+        spec, device, hold = self._spec(turbo, config), turbo.model.device, self._lookup.pool.hold()
         entries: dict[int, tuple[str, str]] = {}
         copied: dict[int, TurboKVCache] = {}
         try:
@@ -392,7 +400,7 @@ class ContextStore:
         requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
         computed = residues = 0
         with turbo.model.base_model.kv.in_call():
-            spec = context_spec(turbo)
+            spec = self._spec(turbo)
             done = self._done(spec, requests, report)
             self._files.sweep_once()
             total = sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
@@ -423,7 +431,7 @@ class ContextStore:
             NotEnoughMemoryError, ValueError, FolderBusyError, OSError: as of `add`.
         """
         self._refuse_read_only()
-        spec = context_spec(turbo)
+        spec = self._spec(turbo)
 
         def missing() -> Iterator[Sequence[PrefillRequest]]:
             for batch in batches:
@@ -472,7 +480,7 @@ class ContextStore:
     def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
         """Number of sequences whose contexts have no file; what is in the files is not read."""
         with self._mutex:
-            partition = self._files.partition(context_spec(turbo))
+            partition = self._files.partition(self._spec(turbo))
             requests = context_requests(turbo, sequences) if sequences else []
             return sum(partition is None or not partition.path(one.key).is_file() for one in requests)
 

@@ -57,6 +57,7 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "owned",
+    "probed_identity",
     "rounding",
     "same_outputs",
     "seen_attention",
@@ -193,7 +194,7 @@ class ModelIdentity:
                 "the model that computed this does not exist here any more, so that nothing tells whether it was"
                 " changed before: save it in the same process, while the model exists"
             )
-        if difference := self.difference(exact_identity(model)):
+        if difference := self.difference(probed_identity(model)):
             raise ValueError(
                 f"the model has changed since it computed this: {difference}; compute it again before it is saved"
             )
@@ -298,13 +299,22 @@ def owned(model: Any) -> Iterator[None]:
         _OWNED.discard(model)
 
 
+def probed_identity(model: Any) -> ModelIdentity:
+    """As `exact_identity`; the probe is made again, which `exact_identity` does where it sees a change."""
+    identity = exact_identity(model)
+    if identity.probe and not same_outputs(identity.probe, _probe(model), identity.precision):
+        model.__dict__[_KEPT_AS] = None
+        identity = _look(model).identity(model)
+    return identity
+
+
 def lasting_identity(model: Any) -> ModelIdentity:
-    """See `exact_identity`, for what is kept in a file.
+    """See `probed_identity`, for what is kept in a file.
 
     Raises:
         ValueError: as of `ModelIdentity.check_lasting`.
     """
-    identity = exact_identity(model)
+    identity = probed_identity(model)
     identity.check_lasting()
     return identity
 
@@ -345,12 +355,9 @@ def _look(model: Any) -> _Seen:
     # Autocast would go on to use copies of the weights that there were before.
     torch.clear_autocast_cache()
     after = _Seen(model)
-    now = after.identity(model)
     if before is not None and before.described == after.described:
-        known = before.identities.get(after.rounding(model), now)
-        if same_outputs(known.probe, now.probe, now.precision):
-            # Tensors were moved, but not changed.
-            after.identities = before.identities
+        # Tensors were moved, but not changed.
+        after.identities = before.identities
     model.__dict__[_KEPT_AS] = after
     return after
 
@@ -419,7 +426,7 @@ class _Seen:
         return type(None), ()
 
     def identity(self, model: Any) -> ModelIdentity:
-        precision, modes = self.rounding(model)
+        precision, modes = self.dtypes + rounding(model), active_modes()
         if (precision, modes) not in self.identities:
             described = self.described
             if modes and not getattr(model, MODEL_ID, None):
@@ -429,10 +436,6 @@ class _Seen:
             owner = weakref.ref(model)
             self.identities[precision, modes] = ModelIdentity(precision, **described, probe=probe, owner=owner)
         return self.identities[precision, modes]
-
-    def rounding(self, model: Any) -> tuple[str, str]:
-        """The precision in which a model computes now, and unknown modes that see its operations."""
-        return self.dtypes + rounding(model), active_modes()
 
     def is_current(self, model: Any, sampled: bool | None) -> bool:
         """True if nothing has changed, see `model_identity`."""

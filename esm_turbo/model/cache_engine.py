@@ -15,7 +15,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import same_codec
-from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_identity, watch
+from esm_turbo.files.identity import ModelIdentity, model_identity, probed_identity, seen_identity, watch
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -246,7 +246,7 @@ class CacheEngine:
             self._place(cache)
             return
         # What no model has claimed may come from a file.
-        identity = exact_identity(self.encoder) if cache.codec is None else model_identity(self.encoder)
+        identity = probed_identity(self.encoder) if cache.codec is None else model_identity(self.encoder)
         if self._is_own(cache, identity):
             self._place(cache)
             return

@@ -264,15 +264,19 @@ class Executor:
         mask[1, 8:] = 0
         return ids, mask
 
-    @torch.no_grad()
-    def sampled_outputs(self) -> Tensor:
-        """Some last hidden states of the library's forward for `probe_input`, float32 [64]."""
+    def probe_states(self) -> Tensor:
+        """Last hidden states of the library's forward for the real tokens of `probe_input`, [20, hidden_size]."""
         ids, mask = self.probe_input()
-        # Of E1, also in two sequences.
+        # Of E1, in two sequences.
         chains = None if self.encoder.exact_contexts is None else mask.cumsum(dim=1) // 7
-        with torch.compiler.set_stance("force_eager"):
-            last: Tensor = self.encoder.library_forward(self._plan_plain(ForwardInputs(ids, mask, chains=chains)))[0]
-        elements = last[mask.bool()].flatten()
+        plan = self._plan_plain(ForwardInputs(ids, mask, chains=chains))
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            states: Tensor = self.encoder.library_forward(plan)[0]
+        return states[mask.bool()]
+
+    def sampled_outputs(self) -> Tensor:
+        """Some elements of `probe_states`, float32 [64]."""
+        elements = self.probe_states().flatten()
         return elements[torch.arange(64, device=elements.device) * (len(elements) - 1) // 63].float()
 
     def check_attention(self) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.identity import ModelIdentity, lasting_identity
+from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, probed_identity
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import (
     LOCK_FILE,
@@ -290,12 +290,15 @@ def stored_info(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     return {"kind": kind, **shown, "bytes": size}
 
 
-def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> ContextSpec:
+def context_spec(
+    turbo: ContextModel, config: TurboConfig | None = None, known: ModelIdentity | None = None
+) -> ContextSpec:
     """Kind of the contexts that a model writes.
 
     Args:
         turbo: the model.
         config: options under which they are stored; None is the model's own preset.
+        known: the identity of a model of which a probe is known, see `probed_identity`.
 
     Raises:
         ValueError: the model's preset needs a calibration, and there is none, or the model cannot be identified, see
@@ -303,10 +306,12 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
     """
     esm = turbo.model.base_model
     config = esm.turbo_config if config is None else config
+    identity = exact_identity(esm) if known is not None and model_identity(esm) is known else probed_identity(esm)
+    identity.check_lasting()
     return ContextSpec(
         config=config,
         geometry=Geometry.of(esm.config),
-        identity=lasting_identity(esm),
+        identity=identity,
         codec=esm.codec(config),
         model=turbo.name,
     )

@@ -635,6 +635,28 @@ def test_files_without_a_probe_are_compared_by_their_digests(model):
     assert ModelIdentity.from_dict(identity.to_dict()) == identity
 
 
+def test_a_model_is_probed_again_where_files_are_opened(tmp_path):
+    turbo = attack.small_model("float32")
+    store, path = tmp_path / "store", tmp_path / "cache.safetensors"
+    ContextStore(store).get_or_prefill(turbo, SEQUENCE)
+    cache = turbo.prefill(SEQUENCE)
+    cache.save(path)
+    uses = [
+        lambda: ContextStore(store).get(turbo, SEQUENCE),
+        lambda: turbo.extend(TurboKVCache.load(path), "GSG"),
+        lambda: cache.save(tmp_path / "other.safetensors"),
+    ]
+    for use in uses:
+        use()
+    for use in uses:
+        with ExitStack() as undo:
+            CHANGES["kernel"](turbo.model, undo)
+            with pytest.raises(ValueError, match="the same weights and code give other outputs"):
+                use()
+        exact_identity(turbo.model.esm)
+        turbo.extend(turbo.prefill(SEQUENCE), "GSG")
+
+
 def test_unknown_code_is_not_probed(model):
     calls = []
     model.encoder.register_forward_hook(lambda *_: calls.append(1))
