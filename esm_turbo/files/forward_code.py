@@ -158,7 +158,9 @@ class ForwardCode:
         if attention is not None and attention in ALL_MASK_ATTENTION_FUNCTIONS:
             masks["mask"] = ALL_MASK_ATTENTION_FUNCTIONS[attention]
             self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks["mask"], "mask")
-        self._follow([*attends, *masks.values()])
+        self._follow(attends)
+        # Named by no digest: of files of before neither.
+        self._follow([*masks.values()], named=False)
         for own in filter(None, map(sys.modules.get, _OWN_ATTENTION)):
             for key, value in list(vars(own).items()):
                 if key.islower() and callable(value):
@@ -174,7 +176,7 @@ class ForwardCode:
         self.names += [f"{name} {_file_digest(name)}" for name in sorted(self._modules) if ".models." in name]
         self._follow([function for one in self.classes for function in self._functions(one)], _UNNAMED)
 
-    def _follow(self, pending: list[Any], called: Set[str] = frozenset()) -> None:
+    def _follow(self, pending: list[Any], called: Set[str] = frozenset(), *, named: bool = True) -> None:
         """Add what functions call, and those of PyTorch's that are called by name, `called` among them."""
         modules, known = self._modules, self._known
         called = set(called)
@@ -195,17 +197,18 @@ class ForwardCode:
                 known.add(place)
                 if ".models." in place[0] and place[0] in modules and key in _definitions(space["__file__"]):
                     self.replaces |= not _is_defined_as(value, *place)
-                self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=place[0] in modules)
+                self._add(_Namespace(space), key, value, f"{place[0]}.{key}", named=named and place[0] in modules)
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
                     pending += _with_wrapped(value)
         called -= self._called
-        self._called |= called
+        if named:
+            self._called |= called
         for library in _TORCH:
             for key in called:
                 value = getattr(library, key, None)
                 # What a class makes anew at each access, such as `Tensor.__call__`, cannot be replaced in the module.
                 if value is not None and value is getattr(library, key):
-                    self._add(library, key, value, f"{library.__name__}.{key}")
+                    self._add(library, key, value, f"{library.__name__}.{key}", named=named)
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         kind = type(module)

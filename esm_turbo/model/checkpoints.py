@@ -22,11 +22,11 @@ from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.files.model_contents import dropping_module, is_inside, plain_values, rates_of_dropout
+from esm_turbo.files.model_contents import is_inside, plain_values, rates_of_dropout
 from esm_turbo.model.adapters import is_adapter
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.model.plain import is_replaced
+from esm_turbo.model.plain import check_same_outputs, is_replaced
 from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class CheckpointMixin(PicklableHooksMixin):
         finalize_dispatch(converted)
         converted.model_id = model_id  # type: ignore[attr-defined]
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
-        _check_outputs(model, converted)
+        check_same_outputs(model.base_model, converted.base_model)  # type: ignore[attr-defined]
         return converted
 
     @classmethod
@@ -379,31 +379,6 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
-
-
-def _check_outputs(model: Any, converted: Any) -> None:
-    """Check that an encoder gives what its weights give in the class to which they were converted.
-
-    Raises:
-        ValueError: it does not, so that something was left out of which `_as_made` does not know.
-    """
-    source, encoder = model.base_model, converted.base_model
-    # Nothing says that the layers of a model on several devices can be called.
-    if encoder.is_spread or dropping_module(converted.named_modules()):
-        return
-    if isinstance(source, CheckpointMixin):
-        expected = source.executor.probe_states()  # type: ignore[attr-defined]
-    else:
-        ids, mask = encoder.executor.probe_input()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            expected = source(ids, attention_mask=mask)[0][mask.bool()]
-    found = encoder.executor.probe_states()
-    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2
-    if (expected - found).abs().max() > tolerance * expected.abs().max():
-        raise ValueError(
-            f"{type(model).__name__} computes something else than its weights do in its class: of a model that is"
-            " converted or calibrated, only weights are taken"
-        )
 
 
 def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:

@@ -32,7 +32,7 @@ from esm_turbo.model.inputs import (
 )
 from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
 from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
-from esm_turbo.model.plain import changed_attention, is_plain, is_unhooked, plain_addresses
+from esm_turbo.model.plain import changed_attention, eagerly, is_plain, is_unhooked, plain_addresses
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
@@ -270,7 +270,7 @@ class Executor:
         # Of E1, in two sequences.
         chains = None if self.encoder.exact_contexts is None else mask.cumsum(dim=1) // 7
         plan = self._plan_plain(ForwardInputs(ids, mask, chains=chains))
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with eagerly():
             states: Tensor = self.encoder.library_forward(plan)[0]
         return states[mask.bool()]
 

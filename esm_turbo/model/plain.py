@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
+from esm_turbo.files.model_contents import dropping_module
 from esm_turbo.model.spread import ToWeights
 
 # What torch.compile wraps has that of the module within.
 _TRAINING = operator.methodcaller("get", "training")
+_STANCE = threading.Lock()
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Within the block, what torch.compile has wrapped is not compiled, and no gradients are recorded."""
+    # The stance is that of all threads: two that overlap would leave it to them for good.
+    with _STANCE, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> tuple[int, ...] | None:
@@ -131,6 +144,34 @@ def is_unhooked(module: nn.Module) -> bool:
     forwards = [vars(one)["forward"] for one in type(module).__mro__ if "forward" in vars(one)]
     own = "forward" in vars(module) or not all(map(is_known, forwards))
     return not own and not has_global_hooks() and all(map(is_replaced, hooks))
+
+
+def check_same_outputs(source: Any, encoder: Any) -> None:
+    """Check that an encoder gives what its weights give in the class to which they were converted.
+
+    Args:
+        source: the encoder that was converted.
+        encoder: what it was converted to.
+
+    Raises:
+        ValueError: it does not, so that something was left out of which `from_esm` does not know.
+    """
+    # Nothing says that the layers of a model on several devices can be called.
+    if encoder.is_spread or dropping_module(encoder.named_modules()):
+        return
+    if hasattr(source, "executor"):
+        expected = source.executor.probe_states()
+    else:
+        ids, mask = encoder.executor.probe_input()
+        with eagerly():
+            expected = source(ids, attention_mask=mask)[0][mask.bool()]
+    found = encoder.executor.probe_states()
+    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2
+    if (expected - found).abs().max() > tolerance * expected.abs().max():
+        raise ValueError(
+            f"{type(source).__name__} computes something else than its weights do in its class: of a model that is"
+            " converted or calibrated, only weights are taken"
+        )
 
 
 def check_unhooked(model: nn.Module, caller: str = "scores call its encoder and its head") -> None:

@@ -8,7 +8,7 @@ import multiprocessing
 import operator
 import pickle
 import weakref
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -655,6 +655,20 @@ def test_a_model_is_probed_again_where_files_are_opened(tmp_path):
                 use()
         exact_identity(turbo.model.esm)
         turbo.extend(turbo.prefill(SEQUENCE), "GSG")
+
+
+def test_probes_of_many_threads_leave_nothing_uncompiled(model):
+    models = [copy.deepcopy(model) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda one: [one.sampled_outputs() for _ in range(10)], models))
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    assert compiled
 
 
 def test_unknown_code_is_not_probed(model):
