@@ -352,6 +352,26 @@ def _feed_forward(model: TurboEsmForMaskedLM) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("take", [copy.copy, lambda model: model._replicate_for_data_parallel()])
+def test_shallow_copies_compute_with_their_own_modules(take: Callable[[TurboEsmModel], TurboEsmModel]) -> None:
+    encoder = TurboEsmForMaskedLM.from_esm(make_esm(), preset="exact").esm
+    ids, mask = random_ids([12], masks=0)
+    before = encoder(ids, mask).last_hidden_state
+    cache = encoder(ids, mask, use_cache=True).past_key_values
+    copied = take(encoder)
+    assert torch.equal(copied(ids, mask).last_hidden_state, before)
+    copied._modules = {**copied._modules, "encoder": copy.deepcopy(encoder.encoder)}
+    copied.encoder.layer[0].intermediate.dense.weight.mul_(3)
+    changed = copied(ids, mask).last_hidden_state
+    assert (changed - before).abs().max() > 1e-2
+    assert torch.equal(copied(ids, mask, use_cache=True).last_hidden_state, changed)
+    assert torch.equal(copy.deepcopy(copied)(ids, mask).last_hidden_state, changed)
+    with pytest.raises(ValueError, match="another model: the weights differ"):
+        copied(ids, past_key_values=cache)
+    assert torch.equal(encoder(ids, mask).last_hidden_state, before)
+
+
+@torch.no_grad()
 @pytest.mark.filterwarnings("ignore::esm_turbo.calibration.OtherWeightsWarning")
 @pytest.mark.parametrize("change", [_key_through_data, _feed_forward])
 def test_a_changed_model_never_reads_its_old_cache(

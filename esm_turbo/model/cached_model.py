@@ -6,10 +6,11 @@ answers what differs between families (`FamilyEncoder`).
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import Backend, TurboConfig
+from esm_turbo.files.identity import forget_identity
 from esm_turbo.kv.append import NO_GAPS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -138,6 +140,23 @@ class CachedModel(CacheMethods, FamilyEncoder):
         """Set the defaults of `set_turbo`; called by the class's `__init__`."""
         self.kv = CacheEngine(self)
         self.executor = Executor(self, self.kv)
+
+    def __copy__(self) -> Self:
+        """A shallow copy, which shares the modules that it has, and runs those that are put into it."""
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self.__getstate__())
+        return self._with_own_parts(copied)
+
+    def _replicate_for_data_parallel(self) -> Self:
+        return self._with_own_parts(super()._replicate_for_data_parallel())
+
+    def _with_own_parts(self, copied: Self) -> Self:
+        copied.kv = copy.copy(self.kv)
+        copied.kv.encoder = copied
+        copied.executor = Executor(copied, copied.kv)
+        copied.executor.captures = self.captures
+        forget_identity(copied)
+        return copied
 
     def forward(
         self,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
-from esm_turbo.files.model_contents import dropping_module
 from esm_turbo.model.spread import ToWeights
 
 # What torch.compile wraps has that of the module within.
@@ -156,8 +155,8 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
     Raises:
         ValueError: it does not, so that something was left out of which `from_esm` does not know.
     """
-    # Nothing says that the layers of a model on several devices can be called.
-    if encoder.is_spread or dropping_module(encoder.named_modules()):
+    # Nothing says that the layers of a model on several devices can be called; those in training mode may count it.
+    if encoder.is_spread or any(module.training for module in (*source.modules(), *encoder.modules())):
         return
     if hasattr(source, "executor"):
         expected = source.executor.probe_states()
@@ -166,7 +165,7 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
         with eagerly():
             expected = source(ids, attention_mask=mask)[0][mask.bool()]
     found = encoder.executor.probe_states()
-    tolerance = 1e-3 if found.dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if found.dtype == torch.float32 else 0.15
     if (expected - found).abs().max() > tolerance * expected.abs().max():
         raise ValueError(
             f"{type(source).__name__} computes something else than its weights do in its class: of a model that is"

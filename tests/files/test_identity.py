@@ -613,7 +613,7 @@ def test_a_probe_allows_what_only_rounds_otherwise(family, dtype):
         found = exact_identity(other).probe
     assert len(found) == 2 * 4 * 64 and same_outputs(found, before.probe, before.precision)
     x = torch.frombuffer(bytearray.fromhex(found), dtype=torch.float32)
-    for change, same in ((1e-4, True), (0.5, False)):
+    for change, same in ((1e-4, True), (1.0, False)):
         changed = x + change * x.abs().max() * torch.eye(64)[5]
         assert same_outputs(found, changed.numpy().tobytes().hex(), before.precision) is same
 
@@ -669,6 +669,22 @@ def test_probes_of_many_threads_leave_nothing_uncompiled(model):
 
     torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
     assert compiled
+
+
+def test_looking_at_a_model_in_training_mode_trains_nothing(tmp_path):
+    turbo = attack.small_model("float32")
+    encoder = turbo.model.esm
+    for layer in encoder.encoder.layer:
+        parametrizations.spectral_norm(layer.intermediate.dense)
+    for module in turbo.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    turbo.model.train()
+    before = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
+    exact_identity(encoder)
+    ContextStore(tmp_path).get(turbo, SEQUENCE)
+    after = dict(encoder.named_buffers())
+    assert len(before) > 4 and all(torch.equal(buffer, after[name]) for name, buffer in before.items())
 
 
 def test_unknown_code_is_not_probed(model):
