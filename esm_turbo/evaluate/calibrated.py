@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, zip_longest
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.model.precision import Precision
 
+_log = logging.getLogger("esm_turbo")
 # Residues of the calibration for each residue measured, and the fewest to measure: 1 % quantiles rest on ten of them.
 _CALIBRATED_PER_MEASURED, _FEWEST_MEASURED = 64, 1000
 _NEW_RESIDUES, _REFRESHED = 8, (0, DEFAULT_REFRESH, 32)
@@ -42,13 +44,13 @@ def measure_calibration(
         turbo: the model, which is not changed.
         calibration: of this model.
         records: the proteins of the calibration.
-        held_out: other proteins, of which the first are measured: a thousand residues, or one for 64 of the
+        held_out: other proteins, of which the first are measured: up to a thousand residues, or one for 64 of the
             calibration's if these are more; None takes the shipped evaluation proteins.
         progress: called with stage `measure` and residues, see `Progress`.
         precision: also measure what this precision costs, of a model in bfloat16, see `evaluate.precision`.
 
     Returns:
-        The figures; None if all of `held_out` are among `records`.
+        The figures; None if all of `held_out` are, or hold, parts of `records`. A warning tells if few are left.
 
     Raises:
         ValueError: outputs of a preset contain NaN or infinity.
@@ -56,10 +58,12 @@ def measure_calibration(
     has_families = turbo.model.base_model.exact_contexts is not None
     records = join_families(records) if has_families else records
     proteins = _measured(beside_shipped((), has_families) if held_out is None else held_out, records)
+    if (residues := sum(map(len, proteins))) < _FEWEST_MEASURED // 2:
+        _log.warning("the calibration is measured on %s residues: other proteins are, or hold, parts of it", residues)
     if not proteins:
         return None
     configs = {config.name: config for config in calibration.fitted if config.name in EXPECTED}
-    counter, lengths = StageProgress(progress, "measure", sum(map(len, proteins))), iter(map(len, proteins))
+    counter, lengths = StageProgress(progress, "measure", residues), iter(map(len, proteins))
     with _calibrated(turbo, calibration):
         turbo.model.base_model.kv.compile_ahead(*map(calibration.codec, [FROZEN, *configs.values()]))
         # A small part of the work, which is not counted, so that the time left can be told from what is.
@@ -75,7 +79,7 @@ def measure_calibration(
             loo = leave_one_out(turbo, proteins, configs, advance, layers=False)
     return Quality(
         proteins=len(proteins),
-        residues=sum(map(len, proteins)),
+        residues=residues,
         sequences_sha256=sha256_residues(p.text for p in proteins),
         dtype=str(turbo.model.dtype).removeprefix("torch."),
         device=turbo.model.device.type,

@@ -37,6 +37,7 @@ from esm_turbo.files.model_contents import (
     containers,
     dropping_module,
     held_tensors,
+    is_moved_by_forwards,
     modules_inside,
     options,
     own_configs,
@@ -439,9 +440,8 @@ class _Seen:
             described = self.described
             if modes and not getattr(model, MODEL_ID, None):
                 described = described | {"foreign": described["foreign"] or f"the mode {modes}"}
-            # Code that is not known may count its calls, and modules that are trained what they see.
-            unseen = self.foreign or modes or any(module.training for module in self.modules)
-            probe = "" if unseen else _probe(model)
+            # Code that is not known may count its calls.
+            probe = "" if self.foreign or modes or is_moved_by_forwards(self.modules) else _probe(model)
             owner = weakref.ref(model)
             self.identities[precision, modes] = ModelIdentity(precision, **described, probe=probe, owner=owner)
         return self.identities[precision, modes]

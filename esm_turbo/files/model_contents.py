@@ -21,6 +21,7 @@ __all__ = [
     "dropping_module",
     "held_tensors",
     "is_inside",
+    "is_moved_by_forwards",
     "is_plain",
     "leaves",
     "modules_inside",
@@ -241,6 +242,11 @@ def watched_values(module: nn.Module) -> list[str]:
 def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
     """Name of the first module that drops values at random, as in training; empty for none."""
     return next((name for name, module in named if module.training and _drops(module)), "")
+
+
+def is_moved_by_forwards(modules: Iterable[nn.Module]) -> bool:
+    """True if a forward changes what modules hold: in training mode they may count it, and embeddings may be scaled."""
+    return any(module.training or getattr(module, "max_norm", None) is not None for module in modules)
 
 
 def _drops(module: nn.Module) -> bool:

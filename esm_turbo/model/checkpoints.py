@@ -116,8 +116,8 @@ class CheckpointMixin(PicklableHooksMixin):
             **turbo: as in `CachedModel.set_turbo`.
 
         Raises:
-            ValueError: the model computes something else than its class does with its configuration and weights, these
-                are offloaded to the CPU or a disk, or an option is wrong.
+            ValueError: the model computes something else than its class does with its configuration and weights (in
+                evaluation mode, outputs are compared), these are offloaded to the CPU or a disk, or an option is wrong.
         """
         cls.check_config(model.config)
         with torch.device("meta"):

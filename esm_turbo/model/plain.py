@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
+from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.model.spread import ToWeights
 
 # What torch.compile wraps has that of the module within.
@@ -155,8 +156,8 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
     Raises:
         ValueError: it does not, so that something was left out of which `from_esm` does not know.
     """
-    # Nothing says that the layers of a model on several devices can be called; those in training mode may count it.
-    if encoder.is_spread or any(module.training for module in (*source.modules(), *encoder.modules())):
+    # Nothing says that the layers of a model on several devices can be called.
+    if encoder.is_spread or is_moved_by_forwards(chain(source.modules(), encoder.modules())):
         return
     if hasattr(source, "executor"):
         expected = source.executor.probe_states()

@@ -54,6 +54,13 @@ def names(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -
     return [protein.name for protein in calibrated._measured(held_out, records)]
 
 
+def test_a_warning_tells_if_little_or_nothing_is_measured(tiny: TurboEsm, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiny.calibration is not None
+    residue = ProteinRecord("one", SEQUENCES[0][0])
+    assert measure_calibration(tiny, tiny.calibration, [residue], [NEW[0]]) is None
+    assert "the calibration is measured on 0 residues" in caplog.text
+
+
 def test_proteins_of_the_calibration_are_not_measured(tiny: TurboEsm) -> None:
     part, whole = ProteinRecord("part", "AYIAKQRQIS"), ProteinRecord("whole", f"GG{SEEN[0].sequence}GG")
     assert names([SEEN[0], part, whole, NEW[0]], SEEN) == ["p0"]

@@ -671,6 +671,14 @@ def test_probes_of_many_threads_leave_nothing_uncompiled(model):
     assert compiled
 
 
+def test_looking_at_a_model_scales_no_embeddings(model):
+    words = model.embeddings.word_embeddings
+    words.max_norm = 0.5 * float(words.weight.norm(dim=1).max())
+    before = words.weight.detach().clone()
+    assert not exact_identity(model).probe
+    assert torch.equal(words.weight, before)
+
+
 def test_looking_at_a_model_in_training_mode_trains_nothing(tmp_path):
     turbo = attack.small_model("float32")
     encoder = turbo.model.esm
