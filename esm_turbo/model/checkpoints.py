@@ -396,6 +396,8 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
     state = vars(module)
     forward = state.get("_original_forward", state.get("_old_forward", state.get("forward")))
     is_own = forward is None or getattr(forward, "__func__", None) in _wrapped(type(module).forward)
+    kinds = [one for one in type(module).__mro__ if ".models." in one.__module__]
+    methods = [key for key in state if key != "forward" and any(callable(vars(one).get(key)) for one in kinds)]
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own, usual = plain_values(module), plain_values(made)
     # The library's own layers of ESM-2 have no number.
@@ -405,8 +407,8 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
         what = f"is a {type(module).__name__}"
     elif not all(map(is_replaced, hooks)) or not _is_of_accelerate(state.get("_hf_hook")):
         what = "has hooks"
-    elif not is_own:
-        what = "has a forward of its own"
+    elif not is_own or methods:
+        what = f"has a {min(methods, default='forward')} of its own"
     elif isinstance(made, nn.ModuleList) and len(made) != len(module):  # type: ignore[arg-type]
         what = f"has {len(module)} modules, not {len(made)}"  # type: ignore[arg-type]
     elif options:

@@ -127,8 +127,11 @@ _OTHER_OUTPUTS = "computes something else than its weights do in its class"
         (lambda model: model.esm.encoder.layer.append(model.esm.encoder.layer[0]), "layer has 3 modules, not 2"),
         (lambda model: model.esm.encoder.layer.pop(1), "layer has 1 modules, not 2"),
         (lambda model: delattr(model.lm_head, "dense"), "does not fit its configuration: .* has no attribute"),
+        (
+            lambda model: setattr(model.train().esm.encoder.layer[0], "feed_forward_chunk", lambda x: x),
+            "layer.0 has a feed_forward_chunk of its own",
+        ),
         # What no list of what is left out names.
-        (lambda model: setattr(model.esm.encoder.layer[0], "feed_forward_chunk", lambda x: x), _OTHER_OUTPUTS),
         (lambda model: _forward_over_accelerate(model.esm.encoder.layer[0].intermediate.dense), _OTHER_OUTPUTS),
     ],
 )
