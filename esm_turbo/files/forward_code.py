@@ -159,7 +159,7 @@ class ForwardCode:
             masks["mask"] = ALL_MASK_ATTENTION_FUNCTIONS[attention]
             self._add(_Entries(ALL_MASK_ATTENTION_FUNCTIONS), attention, masks["mask"], "mask")
         self._follow(attends)
-        # Named by no digest: of files of before neither.
+        # Watched, but part of no digest, as in files of earlier versions.
         self._follow([*masks.values()], named=False)
         for own in filter(None, map(sys.modules.get, _OWN_ATTENTION)):
             for key, value in list(vars(own).items()):

@@ -59,6 +59,7 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "owned",
+    "probe_tolerance",
     "probed_identity",
     "rounding",
     "same_outputs",
@@ -223,9 +224,13 @@ def same_outputs(probe: str, other: str, precision: str) -> bool:
     if not (probe and other):
         return True
     a, b = (np.frombuffer(bytes.fromhex(one), "<f4") for one in (probe, other))
+    return len(a) == len(b) and not np.abs(a - b).max() > probe_tolerance(precision) * np.abs(a).max()
+
+
+def probe_tolerance(precision: str) -> float:
+    """The largest difference of probes that is taken for rounding, by the largest output."""
     # With random weights, devices differ by 2e-6 in float32, and by 2e-2 in bfloat16, or 1e-1 where attention is sharp.
-    tolerance = 1e-3 if precision == "float32" else 0.15
-    return len(a) == len(b) and not np.abs(a - b).max() > tolerance * np.abs(a).max()
+    return 1e-3 if precision == "float32" else 0.15
 
 
 def model_identity(model: Any, *, sampled: bool | None = None) -> ModelIdentity:
@@ -316,13 +321,18 @@ def forget_identity(model: Any) -> None:
     model.__dict__[_KEPT_AS] = None
 
 
-def lasting_identity(model: Any) -> ModelIdentity:
+def lasting_identity(model: Any, known: ModelIdentity | None = None) -> ModelIdentity:
     """See `probed_identity`, for what is kept in a file.
+
+    Args:
+        model: as of `exact_identity`.
+        known: an identity that this has given before: the model is probed again if it is another one now.
 
     Raises:
         ValueError: as of `ModelIdentity.check_lasting`.
     """
-    identity = probed_identity(model)
+    is_known = known is not None and model_identity(model) is known
+    identity = exact_identity(model) if is_known else probed_identity(model)
     identity.check_lasting()
     return identity
 
@@ -501,8 +511,8 @@ class _Same(list[Any]):
 
 
 def _probe(model: Any) -> str:
-    sample: Callable[[], Tensor] | None = getattr(getattr(model, "base_model", None), "sampled_outputs", None)
-    return "" if sample is None else sample().cpu().numpy().astype("<f4").tobytes().hex()
+    executor = getattr(getattr(model, "base_model", None), "executor", None)
+    return "" if executor is None else executor.sampled_outputs().cpu().numpy().astype("<f4").tobytes().hex()
 
 
 def _digest(value: Any) -> str:

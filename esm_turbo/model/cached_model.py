@@ -270,10 +270,6 @@ class CachedModel(CacheMethods, FamilyEncoder):
         device = self.device
         return x if device.type == "meta" else to_device(x, device)
 
-    def sampled_outputs(self) -> Tensor:
-        """See `Executor.sampled_outputs`."""
-        return self.executor.sampled_outputs()
-
     @property
     def calibration(self) -> Calibration | None:
         """The calibration from which codecs are made."""

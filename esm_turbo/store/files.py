@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, probed_identity
+from esm_turbo.files.identity import ModelIdentity, lasting_identity
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import (
     LOCK_FILE,
@@ -298,7 +298,7 @@ def context_spec(
     Args:
         turbo: the model.
         config: options under which they are stored; None is the model's own preset.
-        known: the identity of a model of which a probe is known, see `probed_identity`.
+        known: see `lasting_identity`.
 
     Raises:
         ValueError: the model's preset needs a calibration, and there is none, or the model cannot be identified, see
@@ -306,12 +306,10 @@ def context_spec(
     """
     esm = turbo.model.base_model
     config = esm.turbo_config if config is None else config
-    identity = exact_identity(esm) if known is not None and model_identity(esm) is known else probed_identity(esm)
-    identity.check_lasting()
     return ContextSpec(
         config=config,
         geometry=Geometry.of(esm.config),
-        identity=identity,
+        identity=lasting_identity(esm, known),
         codec=esm.codec(config),
         model=turbo.name,
     )

@@ -660,7 +660,7 @@ def test_a_model_is_probed_again_where_files_are_opened(tmp_path):
 def test_probes_of_many_threads_leave_nothing_uncompiled(model):
     models = [copy.deepcopy(model) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda one: [one.sampled_outputs() for _ in range(10)], models))
+        list(threads.map(lambda one: [one.executor.sampled_outputs() for _ in range(10)], models))
     compiled = []
 
     def backend(module, inputs):
