@@ -276,6 +276,13 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
         if counts is None:
             embeddings = self.embeddings(input_ids=input_ids, attention_mask=mask)
             return embeddings
+        # Not the parts of what PEFT's `modules_to_save` puts there, which are not what it calls.
+        if not isinstance(self.embeddings, EsmEmbeddings):
+            raise ValueError(
+                f"the embeddings are a {type(self.embeddings).__name__}, and new tokens are embedded by the parts of"
+                " EsmEmbeddings: merge the adapter (`merge_and_unload`)"
+            )
+        check_unhooked(self.embeddings, "new tokens are embedded by its parts")
         embeddings = self.embeddings.word_embeddings(input_ids)
         if self.token_dropout:
             check_not_all_masked(counts)

@@ -14,6 +14,7 @@ import torch
 from transformers import EsmForMaskedLM, EsmModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
+from transformers.models.esm.modeling_esm import EsmLayer
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
@@ -369,6 +370,33 @@ def test_shallow_copies_compute_with_their_own_modules(take: Callable[[TurboEsmM
     with pytest.raises(ValueError, match="another model: the weights differ"):
         copied(ids, past_key_values=cache)
     assert torch.equal(encoder(ids, mask).last_hidden_state, before)
+
+
+def _put_back(encoder: TurboEsmModel, copied: Callable[[EsmLayer], EsmLayer]) -> TurboEsmModel:
+    encoder.encoder.layer[1] = copied(encoder.encoder.layer[1])
+    return encoder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.copy,
+        lambda encoder: _put_back(encoder, copy.deepcopy),
+        lambda encoder: _put_back(encoder, lambda layer: pickle.loads(pickle.dumps(layer))),
+        lambda encoder: _put_back(copy.copy(encoder), copy.deepcopy),
+    ],
+    ids=["shallow copy", "copied layer", "pickled layer", "copied layer of a shallow copy"],
+)
+@torch.no_grad()
+def test_each_layer_of_a_copied_model_is_recorded_once(change: Callable[[TurboEsmModel], TurboEsmModel]) -> None:
+    encoder = TurboEsmForMaskedLM.from_esm(make_esm(layers=3, attn_implementation="eager"), preset="exact").esm
+    ids, mask = random_ids([12], masks=0)
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    expected = encoder(ids, mask, **wanted)
+    for one in (change(encoder), encoder):
+        found = one(ids, mask, **wanted)
+        for name in ("hidden_states", "attentions"):
+            assert len(found[name]) == len(expected[name]) and all(map(torch.equal, found[name], expected[name]))
 
 
 @torch.no_grad()

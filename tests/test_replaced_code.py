@@ -26,7 +26,7 @@ from esm_turbo.files.identity import model_identity
 from esm_turbo.model.masked_lm import CachedMaskedLM
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.tasks.common.forwards import FROZEN
-from tests.helpers.e1 import make_e1
+from tests.helpers.e1 import make_e1, random_row
 from tests.helpers.models import make_esm, make_esmc, random_ids
 
 Patch = pytest.MonkeyPatch
@@ -243,6 +243,14 @@ def _set_options(key: str, value: float) -> Callable[[Patch, CachedMaskedLM], No
     return change
 
 
+def _attend_elsewhere(monkeypatch: Patch, model: CachedMaskedLM) -> None:
+    """In one layer, whose configuration is its own."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharp", _sharp(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    layer = next(module for module in model.base_model.modules() if "is_causal" in vars(module))
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "sharp"
+
+
 ATTENTION = {
     "registered": _register,
     "entry": _replace_entry,
@@ -253,6 +261,7 @@ ATTENTION = {
     "scaling": _set_options("scaling", 1.5),
     "causal": _set_options("is_causal", True),
     "rotary": _set_options("attention_scaling", 1.5),
+    "config": _attend_elsewhere,
 }
 
 
@@ -271,6 +280,21 @@ def test_a_changed_attention_has_no_contexts(monkeypatch: Patch, family: str, ch
     # What replaces the model's forward would ignore it, too.
     assert not model.base_model.executor.runs_known_code()
     assert model.base_model.executor.plain_addresses() is not None
+
+
+def test_a_layer_without_rotary_embeddings_has_no_contexts() -> None:
+    library = make_esm()
+    model = TurboEsmForMaskedLM.from_esm(library, preset="exact")
+    ids, mask = random_ids([40, 25], masks=1)
+    with torch.no_grad():
+        before = model(ids, mask).logits
+        for one in (model, library):
+            one.esm.encoder.layer[1].attention.self.position_embedding_type = "none"
+        expected = library(ids, mask).logits
+        assert (expected - before).abs().max() > 1e-3
+        assert torch.equal(model(ids, mask).logits, expected)
+        with pytest.raises(ValueError, match=r"layer.1.attention.self.position_embedding_type changes the attention"):
+            largest_difference(model)
 
 
 def test_contacts_of_a_changed_attention_are_refused(monkeypatch: Patch) -> None:
@@ -322,6 +346,55 @@ def test_hooks_between_the_products_of_a_layer_run() -> None:
     for layer in model.base_model.encoder.layer:
         layer.intermediate.register_forward_hook(lambda module, args, output: 2 * output)
     assert largest_difference(model) < 1e-4
+
+
+def _counts_calls(model: nn.Module, name: str, monkeypatch: Patch, how: str) -> list[str]:
+    """A list to which calls of a submodule, by a hook or by a class of its own, add its name."""
+    module, calls = model.get_submodule(name), list[str]()
+    if how == "class":
+
+        class Derived(type(module)):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return super().forward(*args, **kwargs)
+
+        monkeypatch.setattr(module, "__class__", Derived)
+    elif how == "hook":
+        module.register_forward_hook(lambda *_: calls.append(name))
+    else:
+        module.register_forward_pre_hook(lambda *_: calls.append(name))
+    return calls
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "class"])
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@torch.no_grad()
+def test_no_call_leaves_out_a_module_that_was_changed(family: str, how: str, monkeypatch: Patch) -> None:
+    """What a forward calls, a context and what extends it call, too, or are refused."""
+    make = MODELS.get(family, make_e1)
+    ids = random_ids([20], masks=1)[0] if family in MODELS else random_row([20])
+    called, left_out = set[str](), set[str]()
+    for name, module in make().named_modules():
+        if not name or isinstance(module, nn.ModuleList):
+            continue
+        model = make()
+        model.base_model.set_turbo(preset="exact")
+        model.model_id = "changed"
+        calls = _counts_calls(model, name, monkeypatch, how)
+        model(ids)
+        if calls:
+            called.add(name)
+            calls.clear()
+            # Where it is refused, the message says what would be left out.
+            try:
+                cache = model(ids, use_cache=True).past_key_values
+                filled = len(calls)
+                model(ids[:, 1:8] if family in MODELS else random_row([9]), past_key_values=cache)
+            except ValueError as error:
+                assert "would" in str(error) or "changes the attention" in str(error), name
+            else:
+                left_out |= {name} - {*calls[:filled]} | {name} - {*calls[filled:]}
+    assert called and not left_out
 
 
 def _hook(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from esm_turbo.files.model_contents import OWN_OF_MODULE, is_plain, leaves
+from esm_turbo.files.model_contents import OWN_OF_MODULE, changed_values, is_plain, leaves
 
 __all__ = [
     "GLOBAL_HOOKS",
@@ -166,7 +166,7 @@ class ForwardCode:
                 if key.islower() and callable(value):
                     self._add(own, key, value, f"{own.__name__}.{key}", named=False)
         attends_by_name = any("is_causal" in vars(module) for _, module in named)
-        self.attention = (self.foreign or _changed_option(named)) if attends_by_name else ""
+        self.attention = (self.foreign or _changed_option(named, attention)) if attends_by_name else ""
         if has_global_hooks():
             self._blame("a global forward hook")
         for kind in dict.fromkeys(one for config in configs for one in type(config).__mro__):
@@ -285,23 +285,30 @@ class ForwardCode:
         self.foreign = self.foreign or what
 
 
-def _changed_option(named: Sequence[tuple[str, nn.Module]]) -> str:
-    """The first option of attention or rotary modules that their class sets otherwise; empty for none."""
+def _changed_option(named: Sequence[tuple[str, nn.Module]], attention: str | None) -> str:
+    """The first option of attention or rotary modules that their class, or the model, sets otherwise; empty for none.
+
+    Args:
+        named: all modules.
+        attention: the model's implementation of it.
+    """
     made: dict[type, nn.Module] = {}
     for name, module in named:
         if vars(module).get("attention_scaling", 1.0) != 1.0:
             return f"{name}.attention_scaling"
         if "is_causal" not in vars(module):
             continue
-        if getattr(getattr(module, "config", None), "is_causal", None):
+        own = getattr(module, "config", None)
+        if getattr(own, "is_causal", None):
             return "config.is_causal"
+        if getattr(own, "_attn_implementation", attention) != attention:
+            return f"{name}.config._attn_implementation"
         kind = type(module)
         if _is_of_library(kind) and kind not in made:
             with torch.device("meta"):
                 made[kind] = kind(module.config, layer_idx=module.layer_idx)
-        for key in ("scaling", "is_causal"):
-            if kind in made and vars(module).get(key) != vars(made[kind]).get(key):
-                return f"{name}.{key}"
+        if kind in made and (changed := changed_values(module, made[kind])):
+            return f"{name}.{changed[0]}"
     return ""
 
 

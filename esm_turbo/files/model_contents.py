@@ -17,6 +17,7 @@ __all__ = [
     "MODEL_ID",
     "OWN_OF_MODULE",
     "VERSION",
+    "changed_values",
     "containers",
     "dropping_module",
     "held_tensors",
@@ -231,6 +232,14 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
         for key, value in _own_values(module)
         if _decides(module, key) and is_plain(value, torch.dtype)
     }
+
+
+def changed_values(module: nn.Module, made: nn.Module) -> list[str]:
+    """Names of plain values that a module as made has otherwise, but for dropout rates and its place in the model."""
+    own, usual = plain_values(module), plain_values(made)
+    # The library's own layers of ESM-2 have no number.
+    shared = (own.keys() & usual.keys()) - {"layer_idx", *rates_of_dropout(own)}
+    return sorted(key for key in shared if own[key] != usual[key])
 
 
 def watched_values(module: nn.Module) -> list[str]:

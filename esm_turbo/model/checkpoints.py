@@ -16,13 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.files.model_contents import is_inside, plain_values, rates_of_dropout
+from esm_turbo.files.model_contents import changed_values, is_inside
 from esm_turbo.model.adapters import is_adapter
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
@@ -52,7 +53,7 @@ _MOST_NUMBERS = 2**17
 class PicklableHooksMixin:
     """Pickles and copies a module without what transformers installs to record hidden states, which is not picklable.
 
-    The next forward that needs it installs it again.
+    The next forward that needs it installs it again, see `record_outputs`.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -286,6 +287,24 @@ class CheckpointMixin(PicklableHooksMixin):
         super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
 
 
+def record_outputs(encoder: Any) -> None:
+    """Have transformers record outputs of all layers, also where some were put back from copies, which lack that."""
+    with _RECORDING:
+        layers: list[Any] = [
+            one for one in encoder.modules() if isinstance(one, PicklableHooksMixin) and one is not encoder
+        ]
+        recorders = [[key for key, hook in one._forward_hooks.items() if is_recorder(hook)] for one in layers]
+        complete = all(recorders)
+        for one, keys in () if complete else zip(layers, recorders, strict=True):
+            for key in keys:
+                del one._forward_hooks[key]
+        # The library asks for this name, and installs what is missing, before a forward that records.
+        encoder._output_capturing_hooks_installed = complete
+        if not complete:
+            maybe_install_capturing_hooks(encoder)
+
+
+_RECORDING = threading.Lock()
 _RECORDED = set[type[CheckpointMixin]]()
 
 
@@ -399,10 +418,7 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
     kinds = [one for one in type(module).__mro__ if ".models." in one.__module__]
     methods = [key for key in state if key != "forward" and any(callable(vars(one).get(key)) for one in kinds)]
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    own, usual = plain_values(module), plain_values(made)
-    # The library's own layers of ESM-2 have no number.
-    shared = (own.keys() & usual.keys()) - {"layer_idx", *rates_of_dropout(own)}
-    options = [key for key in shared if own[key] != usual[key]]
+    options = changed_values(module, made)
     if _overrides(type(module), made):
         what = f"is a {type(module).__name__}"
     elif not all(map(is_replaced, hooks)) or not _is_of_accelerate(state.get("_hf_hook")):
@@ -412,12 +428,19 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
     elif isinstance(made, nn.ModuleList) and len(made) != len(module):  # type: ignore[arg-type]
         what = f"has {len(module)} modules, not {len(made)}"  # type: ignore[arg-type]
     elif options:
-        what = f"has another {min(options)}"
+        what = f"has another {options[0]}"
+    elif _attends_by(state.get("config", model.config)) != _attends_by(model.config):
+        what = "has another attention implementation"
     else:
         return module
     raise ValueError(
         f"{name or type(model).__name__} {what}: of a model that is converted or calibrated, only weights are taken"
     )
+
+
+def _attends_by(config: Any) -> str | None:
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
 
 
 def _wrapped(function: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from esm_turbo.files.identity import model_identity, rounding, seen_attention, s
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
+from esm_turbo.model.checkpoints import record_outputs
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.graphs import Caller, GraphPool
 from esm_turbo.model.growth import Growth, StepKind, Store
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # Options of a forward that packed tokens support.
 _PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states"}
+# Options of a forward, and of a configuration, for which transformers records by hooks.
+_RECORDED = ("output_hidden_states", "output_attentions")
 _FEW_SPECIALS = NewTokens(specials=PROTECTED_SLOTS)
 
 
@@ -234,6 +237,9 @@ class Executor:
         elif plan.packing is None and self.encoder.activates_by_session:
             plan.session = self._plain_session()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
+        wanted = any(plan.options.get(name) or getattr(self.encoder.config, name, False) for name in _RECORDED)
+        if wanted and not packs and not torch.compiler.is_compiling():
+            record_outputs(self.encoder)
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:
             assert plan.cache is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -179,6 +180,19 @@ def test_a_wrapped_model_is_refused_and_its_merged_one_taken(base: Path) -> None
     turbo.model = wrapped.merge_and_unload()
     torch.testing.assert_close(logits_of(turbo.model, turbo.tokenizer), expected, rtol=0, atol=1e-4)
     assert turbo.prefill(SEQUENCE).batch_size == 1
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_trained_embeddings_beside_the_models_own_have_no_extensions(base: Path, active: bool) -> None:
+    """PEFT's wrapper has other word embeddings than those that it calls."""
+    turbo = TurboEsm.from_pretrained(base, device="cpu", preset="exact")
+    expected = logits_of(turbo.model, turbo.tokenizer)
+    wrapped = get_peft_model(turbo.model, LoraConfig(target_modules=["query"], modules_to_save=["embeddings"]))
+    with torch.no_grad(), contextlib.nullcontext() if active else wrapped.disable_adapter():
+        wrapped.base_model.model.esm.embeddings.modules_to_save.default.word_embeddings.weight.mul_(1.5)
+        assert torch.equal(logits_of(turbo.model, turbo.tokenizer), expected) != active
+        with pytest.raises(ValueError, match=r"are a ModulesToSaveWrapper, .* merge the adapter"):
+            turbo.extend(turbo.prefill_within_call([SEQUENCE]), ["ACD"])
 
 
 def test_an_adapter_is_added_to_the_revision_of_its_base_model_that_it_names(

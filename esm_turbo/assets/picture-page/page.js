@@ -5,6 +5,8 @@ const SHOWN = 200;
 // Pixels from the mouse within which a point is shown.
 const NEAR = 12;
 const read = (element) => JSON.parse(element.textContent);
+// A position as text, without the apostrophe that keeps -4;2 from being a spreadsheet's formula.
+const placeOf = (value) => String(value).replace(/^'/, "");
 
 for (const section of document.querySelectorAll("section")) setUp(section);
 
@@ -43,7 +45,7 @@ function under(spots, x, y, width, height) {
 
 // Frames the column of a position in the tracks; null removes the frame.
 function mark(figure, spots, place) {
-  const frame = figure.querySelector(".mark"), position = parseInt(place, 10);
+  const frame = figure.querySelector(".mark"), position = parseInt(placeOf(place), 10);
   const tracks = spots.filter(({ columns }) => columns && columns.includes(position));
   frame.hidden = !tracks.length;
   if (!tracks.length) return;
@@ -86,7 +88,8 @@ function setUpTable(section, name, mark) {
     cell.tabIndex = 0;
     const sort = () => {
       sorted = { column: index, sign: sorted.column === index ? -sorted.sign : 1 };
-      order.sort((a, b) => sorted.sign * compare(rows[a][index], rows[b][index]));
+      const begin = (row) => index === at ? parseInt(placeOf(rows[row][at]), 10) : 0;
+      order.sort((a, b) => sorted.sign * (begin(a) - begin(b) || compare(rows[a][index], rows[b][index])));
       [...head.children].forEach((one) => one.removeAttribute("aria-sort"));
       cell.setAttribute("aria-sort", sorted.sign > 0 ? "ascending" : "descending");
       search();
@@ -100,7 +103,7 @@ function setUpTable(section, name, mark) {
     // A number alone is a position.
     const place = words.length === 1 && at >= 0 && /^-?\d+$/.test(words[0]) ? words[0] : null;
     shown = order.filter((index) => place !== null
-      ? String(rows[index][at]).split(";").some((part) => {
+      ? placeOf(rows[index][at]).split(";").some((part) => {
         // Deleted residues are a range, such as 2_4.
         const [first, last = first] = part.split("_").map(Number);
         return first <= place && place <= last;
