@@ -114,7 +114,8 @@ class TurboEsmLayer(PicklableHooksMixin, EsmLayer):
 
     def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
         output: Tensor
-        if kv_session is None or kv_session.runs_library:
+        # Another library's may be there since before the first call.
+        if kv_session is None or kv_session.runs_library or type(self.intermediate) is not EsmIntermediate:
             output = super().forward(hidden_states, *args, kv_session=kv_session, **kwargs)
             return output
         hidden_states = self.attention(hidden_states, *args, kv_session=kv_session, **kwargs)

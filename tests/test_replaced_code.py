@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -339,6 +340,19 @@ def test_forwards_without_a_cache_have_the_bits_of_the_librarys(
             after = model(ids, mask).logits
             assert torch.equal(after, library(ids, mask).logits)
             assert not torch.equal(after, before)
+
+
+@torch.no_grad()
+def test_an_activation_of_a_known_library_is_not_replaced() -> None:
+    """Not even where it is there before the first call, and has a `dense` as the library's own."""
+    library = make_esm()
+    model = TurboEsmForMaskedLM.from_esm(library, preset="exact")
+    for one in (library, model):
+        for layer in one.esm.encoder.layer:
+            layer.intermediate = nn.Sequential(OrderedDict(dense=layer.intermediate.dense, act=nn.ReLU()))
+    ids, mask = random_ids([40, 25], masks=1)
+    assert torch.equal(model(ids, mask).logits, library(ids, mask).logits)
+    assert largest_difference(model) < 1e-4
 
 
 def test_hooks_between_the_products_of_a_layer_run() -> None:
