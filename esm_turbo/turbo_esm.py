@@ -186,8 +186,14 @@ class TurboEsm(ContextModel):
         Without a calibration, one that the folder holds is removed: it was another model's.
 
         Raises:
-            ValueError: the folder holds an adapter, which loading would merge into the saved weights.
+            ValueError: the folder holds an adapter, which loading would merge into the saved weights, or the model has
+                one of `add_adapter`, of which transformers writes nothing else.
         """
+        if getattr(self.model, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                "of a model with an adapter (`add_adapter`), transformers writes the adapter alone: write that by"
+                " `model.save_pretrained`, and the model before it is added"
+            )
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         path = Path(folder) / CALIBRATION_FILE

@@ -101,6 +101,18 @@ def sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             step = max(1, plain.numel() // _SAMPLED - 1 | 1)
             stored = plain.detach() if plain.is_contiguous() else plain.detach().movedim(-1, 0)
             # As integers, NaN is equal to itself, and autocast leaves them alone.
-            bits = stored.reshape(-1).view(_INTEGERS[plain.element_size()])
-            groups.setdefault((plain.device, bits.dtype), []).append(bits[step // 2 :: step])
+            integers, begin = _INTEGERS[plain.element_size()], step // 2
+            views = groups.setdefault((plain.device, integers), [])
+            for run in _runs(stored):
+                sample = run.view(integers)[begin::step]
+                views += [sample] if len(sample) else []
+                begin += len(sample) * step - len(run)
     return list(groups.values())
+
+
+def _runs(tensor: Tensor) -> list[Tensor]:
+    """All elements of a tensor as views of one dimension: several where a part of a larger tensor has gaps."""
+    try:
+        return [tensor.view(-1)]
+    except RuntimeError:
+        return [run for part in tensor.unbind() for run in _runs(part)]

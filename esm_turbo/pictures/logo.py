@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.special import entr
@@ -42,17 +43,16 @@ def logo_sheet(designs: Sequence[GeneratedSequence], given: str, used: str) -> S
         tracks.append(Lines(positions, {"kept": shares}, "position", "input kept\n(share)", filled=True, limits=(0, 1)))
         kept = " The letters below are the input's."
     caption = f"{used}. {LOGO}.{kept} Entropy is that of the designs; log p is the model's when a residue was drawn."
-    rows = [
-        [
-            one.sample,
-            "".join(drawn),
-            float(np.mean(one.log_probs)),
-            str(one.seed),
-            one.sequence,
-        ]
-        for one, drawn in zip(designs, residues, strict=True)
-    ]
-    table = Table(["sample", "new_residues", "mean_log_prob", "seed", "sequence"], rows)
+    columns: dict[str, list[Any]] = {
+        "sample": [one.sample for one in designs],
+        "new_residues": ["".join(drawn) for drawn in residues],
+        "mean_log_prob": [float(np.mean(one.log_probs)) for one in designs],
+        "seed": [one.seed for one in designs],
+        "sequence": [one.sequence for one in designs],
+    }
+    if None in columns["seed"]:
+        del columns["seed"]
+    table = Table([*columns], [*zip(*columns.values(), strict=True)])
     title = f"{designs[0].record}: {counted(len(designs), 'design')}, {counted(len(positions), 'new residue')}"
     return Sheet(title, caption, [Tracks(tracks, positions, below)], table)
 

@@ -70,8 +70,15 @@ def _figure(sheet: Sheet) -> str:
     )
 
 
+def _value(value: Any) -> Any:
+    # Browsers round larger integers, such as seeds may be.
+    if isinstance(value, int) and abs(value) > 2**53:
+        return str(value)
+    return cell(value) if isinstance(value, str) else value
+
+
 def _table(table: Table) -> str:
-    rows = [[cell(value) if isinstance(value, str) else value for value in row] for row in table.rows]
+    rows = [[_value(value) for value in row] for row in table.rows]
     data = _script({"columns": [cell(name) for name in table.columns], "rows": rows, "position": table.position})
     return f"""<div class="tools"><input type="search" placeholder="{_SEARCH}" aria-label="{_SEARCH}">
 <button class="csv">These rows as CSV</button><span class="found" role="status"></span></div>

@@ -118,7 +118,7 @@ def _designs_of(output: GenerationOutput, run: RunInfo | None) -> list[Sheet]:
     for number, (_, rows) in enumerate(groupby(range(len(output.sequences)), fixed), start=1):
         designs = [
             GeneratedSequence(
-                f"protein {number}", sample, output.sequences[row], output.positions[row], output.log_probs[row], 0
+                f"protein {number}", sample, output.sequences[row], output.positions[row], output.log_probs[row], None
             )
             for sample, row in enumerate(rows, start=1)
         ]

@@ -32,7 +32,7 @@ from esm_turbo.files.identity import (
     seen_identity,
     watch,
 )
-from esm_turbo.files.tensor_digests import tensors_digest
+from esm_turbo.files.tensor_digests import sampled_views, tensors_digest
 from esm_turbo.model import packed_encoder, plan
 from esm_turbo.modeling_esm_turbo import TurboEsmLayer
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
@@ -413,6 +413,32 @@ def test_large_writes_without_a_trace_are_noticed(model):
     assert model_identity(model, sampled=False) is before
     assert watch(model, Gatherer)()
     assert seen_identity(model).difference(before) == "the weights differ"
+
+
+STORED = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.flatten(1).t(),
+    "rows": lambda x: x[7:91],
+    "columns": lambda x: x[:, 5:40],
+    "every third column": lambda x: x.flatten(1)[:, ::3],
+    "part of a part": lambda x: x[3:70, 5:40, 2:],
+    "expanded": lambda x: x[:, :1].expand(-1, 50, -1),
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_sample_misses_no_large_write_however_a_tensor_lies(stored):
+    x = STORED[stored](torch.zeros(96, 50, 3))
+    views = [view for group in sampled_views([x]) for view in group]
+    assert 32 <= sum(map(len, views)) <= 40
+    # In the order in which it lies, and an element more where a large part ends between two rows.
+    order = x if x.is_contiguous() else x.movedim(-1, 0)
+    for begin in range(32):
+        x.zero_()
+        part = order.clone().flatten()
+        part[begin * len(part) // 32 : (begin + 1) * len(part) // 32 + 1] = 1
+        order.copy_(part.view(order.shape)) if stored != "expanded" else x.fill_(1)
+        assert any(view.any() for view in views)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])

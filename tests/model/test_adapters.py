@@ -17,7 +17,7 @@ from transformers import EsmForMaskedLM, EsmTokenizer
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.extras import install_hint
-from esm_turbo.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from esm_turbo.model.adapters import CONFIG_FILE, WEIGHTS_FILE, is_adapter
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.calibration.records import calibrate_records
 
@@ -180,6 +180,16 @@ def test_a_wrapped_model_is_refused_and_its_merged_one_taken(base: Path) -> None
     turbo.model = wrapped.merge_and_unload()
     torch.testing.assert_close(logits_of(turbo.model, turbo.tokenizer), expected, rtol=0, atol=1e-4)
     assert turbo.prefill(SEQUENCE).batch_size == 1
+
+
+def test_a_model_with_an_adapter_is_not_saved_without_itself(base: Path, tmp_path: Path) -> None:
+    turbo = TurboEsm.from_pretrained(base, device="cpu", preset="exact")
+    turbo.model.add_adapter(LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="transformers writes the adapter alone"):
+        turbo.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    turbo.model.save_pretrained(tmp_path / "adapter")
+    assert is_adapter(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("active", [True, False])

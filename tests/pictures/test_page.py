@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.page import page
+from esm_turbo.pictures.panels import Table
 from esm_turbo.pictures.ranking import ranking_sheet
 from esm_turbo.pictures.variant_map import variant_sheet
 from tests.pictures.conftest import ODD
@@ -54,6 +56,14 @@ def test_figures_and_tables_hold_the_data(parsed, variants) -> None:
     assert parsed.texts("h1")[0].startswith(ODD)
     # A spreadsheet would run what begins with an equals sign.
     assert tables[0]["rows"][0][0] == ODD
+
+
+def test_a_browser_rounds_no_number(variants) -> None:
+    sheet = replace(
+        variant_sheet(variants, "m"), table=Table(["seed"], [[2**53], [2**53 + 1], [-(2**64)], [0.1], [None]])
+    )
+    table = json.loads(Parsed(page([sheet])).texts("script", type="application/json")[1])
+    assert table["rows"] == [[2**53], [str(2**53 + 1)], [str(-(2**64))], [0.1], [None]]
 
 
 def test_nothing_is_loaded_from_elsewhere(parsed) -> None:

@@ -40,7 +40,7 @@ class GeneratedSequence:
         sequence: all residues, given and new.
         positions: positions of the new residues, counted from 1.
         log_probs: see `GenerationOutput`.
-        seed: seed of this row: `generate(sequence, seed=seed, ...)` reproduces it.
+        seed: seed of this row: `generate(sequence, seed=seed, ...)` reproduces it; None if it is not known.
     """
 
     record: str
@@ -48,7 +48,7 @@ class GeneratedSequence:
     sequence: str
     positions: list[int]
     log_probs: list[float]
-    seed: int
+    seed: int | None
 
     def fasta(self, run: RunInfo | None = None) -> str:
         """FASTA entry whose header gives the new positions and residues, their mean log-probability and the seed.
