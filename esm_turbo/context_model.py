@@ -19,9 +19,10 @@ from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
+from esm_turbo.files.identity import model_identity
 from esm_turbo.files.tabular import named
 from esm_turbo.model.inputs import check_context_index
-from esm_turbo.model.plain import check_unhooked
+from esm_turbo.model.plain import check_unhooked, tree_of
 from esm_turbo.proteins.batches import TokenRow, encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import ContextLimits, encode_homologs
@@ -276,7 +277,7 @@ class ContextModel:
 
         Raises:
             ValueError: the batch does not match the cache, the cache is empty or belongs to another model, `refresh`
-                would run residues of several chains, or a sequence is invalid.
+                would run residues of several chains, a sequence is invalid, or dropout is active.
         """
         call = partial(self._extend, cache, as_list(sequences), eos, refresh, append, context_index)
         if append:
@@ -305,6 +306,8 @@ class ContextModel:
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")
         check_unhooked(self.model)
+        if any(tree_of(self.model).modes()):
+            model_identity(self.model).check_determinate()
         index = None
         if context_index is not None:
             index = check_context_index(context_index, len(sequences), cache.batch_size)

@@ -404,20 +404,48 @@ def _with_headers(lines: Iterable[str]) -> Iterator[str]:
             yield f"{text}\n"
 
 
+def _alignment_lines(numbered: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Pass the lines of an alignment on, without annotations, comments before its records, and zero bytes.
+
+    MMseqs2 ends each alignment of a database with a zero byte, which then begins the next line: what follows is
+    rejected unless it begins with the same protein.
+    """
+    query, first, begin = "", list[str](), 0
+    in_annotation, in_first, begins = False, False, True
+    for number, line in numbered:
+        begins |= line.startswith("\0")
+        line = line.strip("\0")
+        if line.startswith(">"):
+            in_annotation = _ANNOTATION.match(line) is not None
+            if not in_annotation:
+                query, first = _checked_query(query, first, begin), []
+                in_first, begins, begin = begins, False, number
+        elif in_first and not in_annotation:
+            first.append(line.strip())
+        if not (in_annotation or not line or (begin == 0 and line.startswith("#"))):
+            yield number, line
+    _checked_query(query, first, begin)
+
+
+def _checked_query(query: str, lines: Sequence[str], begin: int) -> str:
+    """The protein with which an alignment begins; `lines` are those of the first record of one of its parts, if any."""
+    found = "".join(lines) or query
+    if query and found != query:
+        raise _Rejected(
+            f"holds the alignment of another protein from line {begin}, after a zero byte; give one (`mmseqs unpackdb`"
+            " divides a database)"
+        )
+    return found
+
+
 def _checked_lines(lines: Iterable[str], alignment: bool, table: bool) -> Iterator[str]:
     """Pass lines on; reject a file without records or with text before the first header.
 
-    The parser would skip such text silently. Alignments may begin with lines of comments, and hold annotations.
+    The parser would skip such text silently.
     """
-    in_records = in_annotation = False
-    for number, line in enumerate(lines, start=1):
-        if alignment:
-            # MMseqs2 ends alignments of its databases with a zero byte, which then begins the next line.
-            line = line.strip("\0")
-            if line.startswith(">"):
-                in_annotation = _ANNOTATION.match(line) is not None
-            if in_annotation or not line or (not in_records and line.startswith("#")):
-                continue
+    in_records = False
+    numbered: Iterable[tuple[int, str]] = enumerate(lines, start=1)
+    for number, line in _alignment_lines(numbered) if alignment else numbered:
         if "\0" in line:
             raise _Rejected(_NOT_TEXT)
         if line.startswith((">P1;", ">F1;")):

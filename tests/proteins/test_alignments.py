@@ -45,7 +45,13 @@ def family() -> HomologFamily:
 
 @pytest.mark.parametrize("name", ["family.a3m", "family.A3M", "family.a2m", "family.a3m.gz"])
 @pytest.mark.parametrize(
-    "text", [A3M, "#10\t1\n" + A3M, A3M.replace("\n", "\r\n"), A3M.replace(">two", "\0>two") + "\0"]
+    "text",
+    [
+        A3M,
+        "#10\t1\n" + A3M,
+        A3M.replace("\n", "\r\n"),
+        A3M + "\0",
+    ],
 )
 def test_alignments_keep_insertions_in_homologs_and_leave_them_out_of_columns(
     write: Write, name: str, text: str
@@ -60,6 +66,12 @@ def test_alignments_keep_insertions_in_homologs_and_leave_them_out_of_columns(
     assert found.neighbours.tolist() == [3, 1, 1, 2]
     # The protein is none of its homologs.
     assert repr(found) == f"HomologFamily({name}, 3 homologs, 10 columns)" and len(found) == 3
+
+
+def test_alignments_of_one_protein_may_follow_each_other(write: Write) -> None:
+    """Of two databases, in MMseqs2's format; the second begins with the protein, too."""
+    found = read_homologs(write("f.a3m", A3M.replace(">two", f"\0>query\n{PROTEIN}\n>two") + "\0"), PROTEIN)
+    assert found.ids == ("query", "one", "query", "two", "one") and len(found) == 3
 
 
 @pytest.mark.parametrize("name", ["family.fasta", "family.fa.gz"])
@@ -97,6 +109,12 @@ def test_sequences_of_another_family_are_noticed(write: Write, family: HomologFa
         ("f.a2m", f">q\n{PROTEIN.lower()}\n>r\nmkt\n", "record 'q': is all lower case, which stands between columns"),
         ("f.a3m", ">q\nMKTAYIAKQ\n>r\nMKTAYIAKQ\n", "record 'q': .*it has 9 residues, not 10"),
         ("f.a3m", A3M.replace("MKT--IAKQK", "MKT--IAKQ"), "record 'one': has 9 columns, and the first record 10"),
+        (
+            "f.a3m",
+            f"{A3M}\0{A3M.replace('MKTAYI', 'MKTAYL')}\0",
+            "f.a3m: holds the alignment of another protein from line 9, after a zero byte",
+        ),
+        ("f.a3m", f"{A3M}\0>of another\nMKTAYLAKQR\n\0", "f.a3m: holds .* another protein from line 9"),
         ("f.a3m", A3M + ">r\nMLLNPPWFYWW\n", "record 'r': has 11 .* if it is from the alignment of another protein"),
         ("f.a3m", f">r\nMLLNPPWFYWW\n{A3M}", "record 'r': the alignment is of this protein, not of the protein"),
         ("f.a3m", A3M.replace("MKT--I", "MKJ--I"), "record 'one': position 3 is 'J', not one of the 25 residue codes"),

@@ -331,7 +331,12 @@ def test_homologs_are_asked_for_where_a_model_reads_them(browser, client, tmp_pa
         fields = {"sequences": protein, "homologs-embedding": aligned}
         run(browser, "embedding", "embedding", **fields)
         assert "arm frozen" in browser.find_element("css selector", "#result-embedding .run").text
-        fields = {"scaffold": "MKNKXVVVTG", "homologs-design": ">a\nMKIGIV-FTGIP\n", "samples": "2", "seed": "3"}
+        fields = {
+            "scaffold": "MKNKXVVVTG",
+            "homologs-design": ">wt\nMKNKVVVVTG\n>a\nMKIGIV-FTGIP\n",
+            "samples": "2",
+            "seed": "3",
+        }
         rows = run(browser, "design", "design", **fields)
         made = e1.generate("MKNK?VVVTG", num_return_sequences=2, seed=3, context="MKIGIVFTGIP")
         assert [row[2] for row in rows] == made.sequences

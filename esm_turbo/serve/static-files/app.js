@@ -5,6 +5,13 @@ import { PEPTIDES, PROTEIN } from "/static/examples.js";
 import { HeatMap, colour } from "/static/heatmap.js";
 
 const $ = (id) => document.getElementById(id);
+// The number in a field; one that was emptied has again what it had at first.
+function number(id) {
+  const field = $(id);
+  field.value ||= field.defaultValue;
+  return Number(field.value);
+}
+
 const map = new HeatMap($("map"), $("tip"));
 const results = {};
 let model = "";
@@ -28,8 +35,8 @@ function records(text) {
     else if (line.trim() && !found.length) found.push({ name: UNNAMED, sequence: line });
     else if (line.trim()) found.at(-1).sequence += line;
   }
-  // As the library does, a stop at the end is left out.
-  for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").toUpperCase().replace(/\*$/, "");
+  // As the library does, a stop at the end is left out, and letters beyond ASCII are not made others.
+  for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").replace(/[a-z]+/g, (own) => own.toUpperCase()).replace(/\*$/, "");
   if (!found.some((one) => one.sequence)) throw new Error("Paste a sequence first.");
   const empty = found.find((one) => !one.sequence);
   if (empty) throw new Error(`${empty.name} has no residues.`);
@@ -38,12 +45,15 @@ function records(text) {
 
 // The context of the homologs of a tab: its id, or null for none. Gaps of an alignment are left out, and so is the
 // protein itself, whose residues would be read where they are masked, and HH-suite's annotations; insertions are kept.
+// X in a protein, which a design replaces, stands for any residue.
 async function homologs(name, proteins, signal) {
   const text = $(`homologs-${name}`).value;
   if (!text.trim()) return null;
   const family = records(text).filter((one) => !/^(ss|sa|aa)_(pred|conf|dssp)$/.test(one.name));
   const read = family.map((one) => ({ ...one, sequence: one.sequence.replace(/[-.~]/g, "") }));
-  const others = read.filter((one) => !proteins.some(({ sequence }) => sequence === one.sequence));
+  const own = proteins.map(({ sequence }) =>
+    new RegExp(`^${sequence.replaceAll("<MASK>", "X").replace(/[^A-Z]/g, "\\$&").replaceAll("X", ".")}$`));
+  const others = read.filter((one) => !own.some((protein) => protein.test(one.sequence)));
   if (!others.length) throw new Error("The homologs hold the protein alone.");
   try {
     return (await post("/v1/contexts", { sequence: others.map((one) => one.sequence) }, signal)).id;
@@ -270,7 +280,7 @@ function peptides() {
 }
 
 $("run-variants").onclick = () => task("variants", async (signal, report) => {
-  const first = Number($("first").value);
+  const first = number("first");
   if (!Number.isSafeInteger(first)) throw new Error("The first position must be a whole number.");
   const answers = await each(records($("protein").value), "variants", { first_position: first }, signal, report);
   choose("variants", answers, showVariants);
@@ -297,7 +307,7 @@ $("sort").onchange = () => showRanking(results.ranking[$("which-ranking").value]
 $("again").onclick = () => task("ranking", async (signal, report) => {
   const answers = results.ranking;
   const chosen = $("which-ranking").value;
-  const count = Number($("best").value);
+  const count = number("best");
   if (!Number.isSafeInteger(count) || count < 1) throw new Error("The number of peptides to score again must be a whole number from 1.");
   const best = ranked(answers[chosen]).slice(0, count);
   for (const one of answers[chosen].candidates) delete one.again;
@@ -350,14 +360,15 @@ async function peptidesOf(template, { name, sequence }, options, signal, report)
 $("run-design").onclick = () => task("design", async (signal, report) => {
   const [{ name, sequence }, ...more] = records($("scaffold").value);
   if (more.length) throw new Error("Design one protein at a time.");
-  const append = Number($("append").value);
-  const template = $("template").value.trim();
-  const body = { num_return_sequences: Number($("samples").value), temperature: Number($("temperature").value), seed: Number($("seed").value) };
+  const append = number("append");
+  const template = $("template").value.trim(), seed = number("seed");
+  if (!Number.isSafeInteger(seed)) throw new Error("The seed must be a whole number of at most 15 digits.");
+  const body = { num_return_sequences: number("samples"), temperature: number("temperature"), seed };
   $("ranked-design").hidden = !template;
   if (template && append) throw new Error("Give a template, or residues to append, not both.");
   if (template) return peptidesOf(template, { name, sequence }, body, signal, report);
   if (append) Object.assign(body, { sequence, max_new_tokens: append });
-  else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>"), context: await homologs("design", [], signal) });
+  else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>"), context: await homologs("design", [{ sequence }], signal) });
   const answer = await post("/v1/generate", body, signal);
   const columns = [["new residues", "sequence"], ["mean log p (nats per residue)", "number"], ["sequence", "sequence"]];
   fillTable($("table-design"), columns, answer.sequences.map((one) => [one.new_residues, one.mean_log_prob.toFixed(3), one.sequence]));

@@ -21,7 +21,7 @@ from esm_turbo.tasks.common.forwards import default_config, prefill_rows
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.request import BOS, MEAN, PER_TOK, EmbeddingRequest, ProteinEmbedding
-from esm_turbo.tasks.embedding.windows import embed_in_windows
+from esm_turbo.tasks.embedding.windows import embed_in_windows, states_of
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -244,7 +244,5 @@ def _hidden_states(
         output_hidden_states=set(layers) != {last},
         **({"row_lengths": lengths} if context is None else {"past_key_values": context}),
     )
-    if output.hidden_states is None:
-        assert set(layers) == {last}
-        return {last: output.last_hidden_state}
-    return {layer: output.hidden_states[layer] for layer in layers}
+    states = states_of(output, last)
+    return {layer: states[layer] for layer in layers}

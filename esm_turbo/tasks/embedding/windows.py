@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -154,10 +154,30 @@ def iter_windows(
             # No later window attends to these; one column before the memory stays, for the position of <cls>.
             unreachable = max(cache.get_seq_length() - windows.memory - 1, 0)
             cache.drop_front(unreachable // cache.front_step * cache.front_step)
-        states = output.hidden_states or {last: output.last_hidden_state}
+        states = states_of(output, last)
         own = {layer: states[layer][0] for layer in layers}
         inner = slice(1 + first - start, 1 + stop - start)
         yield first, {layer: x[inner] for layer, x in own.items()}, {layer: x[0] for layer, x in own.items()}
+
+
+def states_of(output: Any, last: int) -> dict[int, Tensor]:
+    """Hidden states of an encoder's output by layer: of all, or of the last if there are no others.
+
+    Args:
+        output: the output.
+        last: number of layers that the model should have.
+
+    Raises:
+        ValueError: it has others, so that layers would be taken for those of other numbers.
+    """
+    if output.hidden_states is None:
+        return {last: output.last_hidden_state}
+    if len(output.hidden_states) != last + 1:
+        raise ValueError(
+            f"the model has {len(output.hidden_states) - 1} layers, and num_hidden_layers in its configuration is"
+            f" {last}; set it to the number of layers"
+        )
+    return dict(enumerate(output.hidden_states))
 
 
 def _memory_options(cache: TurboKVCache, memory: int, input_ids: Tensor, stored: int) -> dict[str, object]:

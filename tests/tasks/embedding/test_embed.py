@@ -1,5 +1,6 @@
 """Embeddings, against a plain loop over Hugging Face's model: one protein at a time, without padding."""
 
+import copy
 import warnings
 
 import pytest
@@ -178,6 +179,16 @@ def test_one_warning_for_all_long_proteins(turbo, tiny):
         found = tiny.embed(["A" * 1023, "M", "A" * 1024])
     assert len(caught) == 1
     assert [len(e.representations[2]) for e in found] == [1023, 1, 1024]
+
+
+def test_layers_that_the_configuration_does_not_know_have_no_numbers(turbo):
+    one = copy.deepcopy(turbo)
+    del one.model.esm.encoder.layer[11]
+    for options in ({"repr_layers": [-2]}, {"repr_layers": [3], "window": 20, "memory": 0}):
+        with pytest.raises(ValueError, match=r"the model has 11 layers, and num_hidden_layers .* is 12"):
+            one.embed("MKTAYIAKQRQISFVKSHFSRQLEERLG", **options)
+    one.model.config.num_hidden_layers = 11
+    assert [*one.embed("MKTAY", repr_layers=[-2])[0].mean_representations] == [10]
 
 
 @pytest.mark.parametrize(
