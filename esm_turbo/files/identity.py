@@ -21,6 +21,7 @@ import json
 import operator
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,8 +97,8 @@ class ModelIdentity:
         forward: digest of the names of what runs.
         foreign: what runs that is not known, for the message; empty if all is known or the user named the model.
         dropout: name of a module that drops values at random, as in training; empty for none.
-        probe: some outputs for a fixed input, float32, hexadecimal; empty where unknown code runs, in training mode and
-            of a model that is not of this package.
+        probe: some outputs for a fixed input, float32, and their checksum, hexadecimal; empty where unknown code runs,
+            in training mode and of a model that is not of this package.
         owner: gives the model, or None where it does not exist any more, or in another process; None for an identity
             from a file, which was checked when it was written.
     """
@@ -223,8 +224,25 @@ def same_outputs(probe: str, other: str, precision: str) -> bool:
     """
     if not (probe and other):
         return True
-    a, b = (np.frombuffer(bytes.fromhex(one), "<f4") for one in (probe, other))
-    return len(a) == len(b) and not np.abs(a - b).max() > probe_tolerance(precision) * np.abs(a).max()
+    a, b = map(_outputs_of, (probe, other))
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return not np.abs(a - b).max() > probe_tolerance(precision) * np.abs(a).max()
+
+
+def _as_probe(outputs: Tensor) -> str:
+    """Outputs as text, with a checksum: of damage, a tolerance lets much through."""
+    data = outputs.cpu().numpy().astype("<f4").tobytes()
+    return (data + zlib.crc32(data).to_bytes(4, "little")).hex()
+
+
+def _outputs_of(probe: str) -> Any:
+    """The outputs of `_as_probe`, float32 [n]; None if the text was damaged."""
+    try:
+        data, checksum = (whole := bytes.fromhex(probe))[:-4], whole[-4:]
+    except ValueError:
+        return None
+    return np.frombuffer(data, "<f4") if zlib.crc32(data).to_bytes(4, "little") == checksum else None
 
 
 def probe_tolerance(precision: str) -> float:
@@ -512,7 +530,7 @@ class _Same(list[Any]):
 
 def _probe(model: Any) -> str:
     executor = getattr(getattr(model, "base_model", None), "executor", None)
-    return "" if executor is None else executor.sampled_outputs().cpu().numpy().astype("<f4").tobytes().hex()
+    return "" if executor is None else _as_probe(executor.sampled_outputs())
 
 
 def _digest(value: Any) -> str:

@@ -8,6 +8,7 @@ import multiprocessing
 import operator
 import pickle
 import weakref
+import zlib
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 
@@ -637,11 +638,24 @@ def test_a_probe_allows_what_only_rounds_otherwise(family, dtype):
     other.config._attn_implementation = "eager"
     with one_thread_more():
         found = exact_identity(other).probe
-    assert len(found) == 2 * 4 * 64 and same_outputs(found, before.probe, before.precision)
-    x = torch.frombuffer(bytearray.fromhex(found), dtype=torch.float32)
+    assert same_outputs(found, before.probe, before.precision)
+    x = torch.frombuffer(bytearray.fromhex(found)[:-4], dtype=torch.float32)
+    assert len(x) == 64
     for change, same in ((1e-4, True), (1.0, False)):
         changed = x + change * x.abs().max() * torch.eye(64)[5]
-        assert same_outputs(found, changed.numpy().tobytes().hex(), before.precision) is same
+        data = changed.numpy().tobytes()
+        text = (data + zlib.crc32(data).to_bytes(4, "little")).hex()
+        assert same_outputs(found, text, before.precision) is same
+
+
+@pytest.mark.parametrize("at", [0, 100, 511, 512, 519])
+def test_damage_to_a_probe_is_no_rounding(model, at):
+    """Not even where a tolerance would let it through, nor as NaN."""
+    probe = exact_identity(model).probe
+    assert len(probe) == 2 * 4 * 65
+    for other in set("0123456789abcdefg") - {probe[at]}:
+        assert not same_outputs(probe[:at] + other + probe[at + 1 :], probe, "float32")
+    assert same_outputs(probe[:at], probe, "float32") is (at == 0)
 
 
 @contextlib.contextmanager
