@@ -283,6 +283,8 @@ class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
                 f"the embeddings are a {type(self.embeddings).__name__}, and new tokens are embedded by the parts of"
                 " EsmEmbeddings: merge the adapter (`merge_and_unload`)"
             )
+        if self.embeddings.position_embedding_type == "absolute":
+            raise ValueError("the embeddings have absolute positions, which contexts do not: use rotary ones alone")
         check_unhooked(self.embeddings, "new tokens are embedded by its parts")
         embeddings = self.embeddings.word_embeddings(input_ids)
         if self.token_dropout:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -800,6 +801,16 @@ def test_two_processes_fill_a_store_and_three_read_it(tiny_folder, tmp_path):
     alone = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
     ContextStore(tmp_path / "alone").add(alone, sequences, toks_per_batch=60)
     assert entries(tmp_path / "shared") == entries(tmp_path / "alone")
+
+
+def test_a_full_disk_is_named_where_contexts_are_claimed(compressed, tmp_path, monkeypatch):
+    def write_text(path, *_, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "store"))) as raised:
+        ContextStore(tmp_path / "store").add(compressed, ["MKTAYI"])
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_claimed_contexts_come_last_and_are_read_once_they_are_there(compressed, tmp_path, prefilled):

@@ -97,9 +97,9 @@ def sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         for _, plain in _plain_tensors("", tensor):
-            # An odd step, so that a sample of a matrix does not stay in one column; none that skips a 32nd.
-            step = max(1, plain.numel() // _SAMPLED - 1 | 1)
-            stored = plain.detach() if plain.is_contiguous() else plain.detach().movedim(-1, 0)
+            # In the order in which it lies in memory.
+            stored = plain.detach().permute(sorted(range(plain.dim()), key=plain.stride, reverse=True))
+            step = _step(stored)
             # As integers, NaN is equal to itself, and autocast leaves them alone.
             integers, begin = _INTEGERS[plain.element_size()], step // 2
             views = groups.setdefault((plain.device, integers), [])
@@ -108,6 +108,14 @@ def sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
                 views += [sample] if len(sample) else []
                 begin += len(sample) * step - len(run)
     return list(groups.values())
+
+
+def _step(tensor: Tensor) -> int:
+    """The distance between sampled elements, which skips no 32nd of a tensor."""
+    most, row = tensor.numel() // _SAMPLED, tensor.shape[-1] if tensor.dim() else 1
+    # By the golden ratio, so that the sample of a matrix lies in all parts of its rows.
+    step = most - (most - round(0.382 * row)) % max(row, 1)
+    return step if step > 0 else max(1, most)
 
 
 def _runs(tensor: Tensor) -> list[Tensor]:

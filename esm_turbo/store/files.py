@@ -33,6 +33,7 @@ from esm_turbo.files.identity import ModelIdentity, lasting_identity
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import (
     LOCK_FILE,
+    file_errors,
     held_temporaries,
     is_temporary,
     locked_temporary,
@@ -121,7 +122,8 @@ class StoreFiles:
             OSError: the claim cannot be written.
         """
         with locked_temporary(self.folder, _CLAIM) as folder:
-            (folder / _KEYS_FILE).write_text(json.dumps(list(keys)), encoding="utf-8")
+            with file_errors(self.folder):
+                (folder / _KEYS_FILE).write_text(json.dumps(list(keys)), encoding="utf-8")
             yield
 
     def claimed_by_others(self) -> set[str]:
