@@ -372,9 +372,16 @@ def test_shallow_copies_compute_with_their_own_modules(take: Callable[[TurboEsmM
     assert torch.equal(encoder(ids, mask).last_hidden_state, before)
 
 
-def _put_back(encoder: TurboEsmModel, copied: Callable[[EsmLayer], EsmLayer]) -> TurboEsmModel:
-    encoder.encoder.layer[1] = copied(encoder.encoder.layer[1])
+def _put_back(encoder: TurboEsmModel, copied: Callable[[EsmLayer], EsmLayer], layers: int = 1) -> TurboEsmModel:
+    for index in range(layers):
+        encoder.encoder.layer[index] = copied(encoder.encoder.layer[index])
     return encoder
+
+
+def _of_the_library(layer: EsmLayer) -> EsmLayer:
+    made = EsmLayer(layer.attention.self.config)
+    made.load_state_dict(layer.state_dict())
+    return made.eval()
 
 
 @pytest.mark.parametrize(
@@ -384,8 +391,19 @@ def _put_back(encoder: TurboEsmModel, copied: Callable[[EsmLayer], EsmLayer]) ->
         lambda encoder: _put_back(encoder, copy.deepcopy),
         lambda encoder: _put_back(encoder, lambda layer: pickle.loads(pickle.dumps(layer))),
         lambda encoder: _put_back(copy.copy(encoder), copy.deepcopy),
+        lambda encoder: _put_back(encoder, _of_the_library),
+        lambda encoder: _put_back(encoder, _of_the_library, layers=3),
+        lambda encoder: _put_back(torch.compile(encoder, backend="eager"), copy.deepcopy),
     ],
-    ids=["shallow copy", "copied layer", "pickled layer", "copied layer of a shallow copy"],
+    ids=[
+        "shallow copy",
+        "copied layer",
+        "pickled layer",
+        "copied layer of a shallow copy",
+        "one of the library's",
+        "all of the library's",
+        "copied layer of a compiled model",
+    ],
 )
 @torch.no_grad()
 def test_each_layer_of_a_copied_model_is_recorded_once(change: Callable[[TurboEsmModel], TurboEsmModel]) -> None:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import EsmForMaskedLM, EsmTokenizer, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert.modeling_bert import BertIntermediate, BertLayer
 from transformers.models.esm import modeling_esm
 from transformers.models.esmc import modeling_esmc
 
@@ -353,6 +355,35 @@ def test_an_activation_of_a_known_library_is_not_replaced() -> None:
     ids, mask = random_ids([40, 25], masks=1)
     assert torch.equal(model(ids, mask).logits, library(ids, mask).logits)
     assert largest_difference(model) < 1e-4
+
+
+def _exchange_methods(layer: nn.Module, monkeypatch: Patch) -> None:
+    layer.feed_forward_chunk = MethodType(BertLayer.feed_forward_chunk, layer)
+
+
+def _exchange_methods_of_the_class(layer: nn.Module, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(modeling_esm.EsmLayer, "feed_forward_chunk", BertLayer.feed_forward_chunk)
+
+
+def _exchange_a_forward(layer: nn.Module, monkeypatch: Patch) -> None:
+    layer.intermediate.intermediate_act_fn = nn.ReLU()
+    layer.intermediate.forward = MethodType(BertIntermediate.forward, layer.intermediate)
+
+
+@pytest.mark.parametrize("change", [_exchange_methods, _exchange_methods_of_the_class, _exchange_a_forward])
+@torch.no_grad()
+def test_methods_of_a_known_library_are_not_replaced(change: Callable[..., None], monkeypatch: Patch) -> None:
+    """Those of another class, which are there before the first call."""
+    library = make_esm()
+    model = TurboEsmForMaskedLM.from_esm(library, preset="exact")
+    ids, mask = random_ids([40, 25], masks=1)
+    before = library(ids, mask).logits
+    for one in (library, model):
+        for layer in one.esm.encoder.layer:
+            change(layer, monkeypatch)
+    expected = library(ids, mask).logits
+    assert (expected - before).abs().max() > 1e-2
+    assert torch.equal(model(ids, mask).logits, expected)
 
 
 def test_hooks_between_the_products_of_a_layer_run() -> None:

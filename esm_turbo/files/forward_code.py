@@ -122,8 +122,9 @@ class ForwardCode:
         foreign: the first of them that is not of a known library, for a message; empty for none.
         attention: likewise, what makes the attention of the library's models another one than they define: a function
             of `foreign`, or an option of a module that its class sets otherwise.
-        replaces: whether a name of the library's models stands for something else than their file defines, be it of a
-            known library; kernels that compute what the file says do not compute that.
+        replaces: whether a name of the library's models, or a method of a class or module, stands for something else
+            than their file defines, be it of a known library; kernels that compute what the file says do not compute
+            that.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]], configs: Sequence[Any]) -> None:
@@ -227,6 +228,7 @@ class ForwardCode:
                     self._blame(f"{_name_of(type(value))}, as {name}.{key},")
             elif not is_plain(value, torch.dtype) and not _is_checkpointing(value):
                 self._add_own(f"{name}.{key}", value, f"{name}.{key}", module)
+                self.replaces |= isinstance(getattr(kind, key, None), types.FunctionType)
 
     def _add_configuration(self, kind: type) -> None:
         """What a class of configurations computes, if it is not of another library."""
@@ -252,7 +254,8 @@ class ForwardCode:
         for key, value in list(vars(one).items()):
             function = getattr(value, "__func__", getattr(value, "fget", value))
             shown = f"{one.__module__}.{one.__qualname__}.{key}"
-            if ".models." in one.__module__ and key == "forward":
+            is_method = isinstance(function, types.FunctionType) and not key.startswith("__")
+            if ".models." in one.__module__ and (is_method or key == "forward"):
                 self.replaces |= not _is_defined_as(function, one.__module__, f"{one.__qualname__}.{key}")
             if isinstance(function, types.FunctionType):
                 # Of PyTorch's and the library's own bases only what a call passes through.

@@ -197,7 +197,9 @@ class CheckpointMixin(PicklableHooksMixin):
         # follow from the configuration.
         encoder, prefix = encoder_of(loaded), f"{cls.family.attribute}."
         needed = {name for name, _ in encoder.named_parameters() if is_inside(name)}
-        missing = sorted(key for key in report["missing_keys"] if key.removeprefix(prefix) in needed)
+        # By `ignore_mismatched_sizes`, also those of another shape.
+        drawn = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+        missing = sorted(key for key in drawn if key.removeprefix(prefix) in needed)
         if missing:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as"
@@ -210,7 +212,7 @@ class CheckpointMixin(PicklableHooksMixin):
                 f" {loaded.config.num_hidden_layers}, but the checkpoint has layer {max(more) + 1}, too; copy it again"
                 " from the checkpoint"
             )
-        mark_missing_heads(loaded.config, report["missing_keys"])
+        mark_missing_heads(loaded.config, drawn)
         finalize_dispatch(loaded)
         check_weights(loaded)
         unwritten = (key for key, x in encoder.named_parameters() if key in needed and x.dim() > 1 and not x.any())
@@ -287,12 +289,14 @@ class CheckpointMixin(PicklableHooksMixin):
         super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def record_outputs(encoder: Any) -> None:
     """Have transformers record outputs of all layers, also where some were put back from copies, which lack that."""
+    given = (getattr(encoder, "_can_record_outputs", None) or {}).values()
+    recorded = itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in given)
+    kinds = tuple({getattr(one, "target_class", one) for one in recorded})
     with _RECORDING:
-        layers: list[Any] = [
-            one for one in encoder.modules() if isinstance(one, PicklableHooksMixin) and one is not encoder
-        ]
+        layers = [one for one in encoder.modules() if isinstance(one, kinds)]
         recorders = [[key for key, hook in one._forward_hooks.items() if is_recorder(hook)] for one in layers]
         complete = all(recorders)
         for one, keys in () if complete else zip(layers, recorders, strict=True):

@@ -238,7 +238,7 @@ class Executor:
             plan.session = self._plain_session()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
         wanted = any(plan.options.get(name) or getattr(self.encoder.config, name, False) for name in _RECORDED)
-        if wanted and not packs and not torch.compiler.is_compiling():
+        if wanted and not packs:
             record_outputs(self.encoder)
         output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
         if plan.append is not None:

@@ -22,6 +22,7 @@ from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from esm_turbo.model.checkpoints import checkpoint_class
+from esm_turbo.model.heads import untrained
 from tests.helpers.e1 import make_e1
 from tests.helpers.models import make_config, make_esm, random_ids
 
@@ -271,6 +272,18 @@ def test_layer_norms_of_older_checkpoints(tmp_path: Path) -> None:
     ids, mask = random_ids([12, 7])
     with torch.no_grad():
         assert torch.equal(model(ids, mask).logits, expected(ids, mask).logits)
+
+
+def test_weights_of_another_shape_are_missing(tmp_path: Path) -> None:
+    """Those that transformers draws at random where it is told to ignore their sizes."""
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 weights of the encoder, such as .*word_embeddings\.weight"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact", vocab_size=40, ignore_mismatched_sizes=True)
+    state = {name: x.clone() for name, x in load_file(tmp_path / "model.safetensors").items()}
+    state["lm_head.dense.weight"] = state["lm_head.dense.weight"][:-1].clone()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact", ignore_mismatched_sizes=True)
+    assert "was never trained" in (untrained(model, "lm_head") or "")
 
 
 def test_a_weight_that_is_missing(tmp_path: Path) -> None:
