@@ -25,6 +25,7 @@ from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
+from esm_turbo.files import forward_code
 from esm_turbo.files.identity import model_identity
 from esm_turbo.model.masked_lm import CachedMaskedLM
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
@@ -298,6 +299,23 @@ def test_a_layer_without_rotary_embeddings_has_no_contexts() -> None:
         assert torch.equal(model(ids, mask).logits, expected)
         with pytest.raises(ValueError, match=r"layer.1.attention.self.position_embedding_type changes the attention"):
             largest_difference(model)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_no_list_holds_is_seen_by_the_outputs(monkeypatch: Patch, family: str) -> None:
+    """A second lock: contexts, and forwards without gradients, are compared with the library's forward."""
+    monkeypatch.setattr(forward_code, "_changed_option", lambda *_: "")
+    model = MODELS[family]()
+    ids, mask = random_ids([40], masks=0)
+    with torch.no_grad():
+        before = model(ids, mask).logits
+        assert largest_difference(model) < 1e-4
+        _set_options("is_causal", True)(monkeypatch, model)
+        after = model(ids, mask).logits
+        assert (after - before).abs().max() > 1e-3
+        with pytest.raises(ValueError, match="something of the model was changed that contexts do not know"):
+            largest_difference(model)
+    torch.testing.assert_close(after, model(ids, mask).logits.detach(), rtol=0, atol=1e-4)
 
 
 def test_contacts_of_a_changed_attention_are_refused(monkeypatch: Patch) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
-from esm_turbo.config import Backend
-from esm_turbo.files.identity import model_identity, rounding, seen_attention, seen_code
+from esm_turbo.config import Backend, TurboConfig
+from esm_turbo.files.identity import model_identity, probe_tolerance, rounding, seen_attention, seen_code
+from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -39,6 +40,7 @@ from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
 from esm_turbo.model.static_cache import StaticKVCache
 from esm_turbo.ops import triton_attention
+from esm_turbo.ops.backends import resolve_backend
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import ModelOutput
@@ -65,6 +67,7 @@ class Executor:
         self.captures = True
         self.graphs = GraphPool()
         self._code = ""
+        self._agreed: dict[tuple[str, int], bool] = {}
 
     # Planning.
 
@@ -234,6 +237,8 @@ class Executor:
             plan.session.runs_library = not self.runs_known_code()
             if plan.session.runs_library:
                 self.check_attention()
+            elif not self._agrees():
+                raise changed_attention("something of the model was changed that contexts do not know")
         elif plan.packing is None and self.encoder.activates_by_session:
             plan.session = self._plain_session()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
@@ -247,12 +252,62 @@ class Executor:
             plan.cache.commit(plan.append)
         return output if plan.order is None else in_order(output, plan.order.argsort())
 
+    def _agrees(self) -> bool:
+        """Tell whether what sessions run in place of the library's functions agrees with these, on a fixed input.
+
+        Looked at once for all code and options of the model.
+        """
+        encoder, seen = self.encoder, seen_code(self.encoder)
+        if seen in self._agreed:
+            return self._agreed[seen]
+        if (
+            # Of this family, nothing is the library's.
+            encoder.exact_contexts is not None
+            or is_moved_by_forwards(encoder.modules())
+            or torch.compiler.is_compiling()
+            or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):
+            return True
+        ids, mask = self.probe_input()
+        # Without padding, there is no mask.
+        self._agreed[seen] = self._agrees_on(ids, mask) and self._agrees_on(ids[:1], None)
+        return self._agreed[seen]
+
+    def _agrees_on(self, ids: Tensor, mask: Tensor | None) -> bool:
+        """See `_agrees`.
+
+        Tokens that run again after a context of themselves see each token twice, and so compute what they did.
+        """
+        cache = self.kv.cache_within_call(TurboConfig.from_preset("exact"))
+        self.kv.claim(cache)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        again = None if mask is None else torch.cat((mask, mask), dim=1)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+
+        # Kernels would have to be compiled, and are tested against this.
+        backend = resolve_backend(Backend.TORCH, self.encoder.device)
+        plain, found = self._plan_plain(ForwardInputs(ids, mask)), list[Tensor]()
+        with eagerly():
+            expected: Tensor = self.encoder.library_forward(plain)[0][real]
+            if self.encoder.activates_by_session:
+                plain.session = Plain()
+                found.append(self.encoder.library_forward(plain)[0][real])
+            for inputs in (ForwardInputs(ids, mask, use_cache=True), ForwardInputs(ids, again, positions)):
+                plan = self.plan(_checked(inputs, cache), cache)
+                assert isinstance(plan.session, Prefill | Extension)
+                plan.session.backend, plan.session.runs_library = backend, False
+                found.append(self.encoder.library_forward(plan)[0][real])
+                if plan.append is not None:
+                    cache.commit(plan.append)
+        most = probe_tolerance(model_identity(self.encoder, sampled=False).precision) * expected.abs().max()
+        return not any(bool((one - expected).abs().max() > most) for one in found)
+
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         model_identity(self.encoder, sampled=False)
-        return Plain() if self.runs_known_code() else None
+        return Plain() if self.runs_known_code() and self._agrees() else None
 
     def observe(self, inputs: ForwardInputs, session: KVSession) -> None:
         """Run the library's forward for a session that only collects; ids and embeddings may both be given."""

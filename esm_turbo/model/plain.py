@@ -19,7 +19,7 @@ from esm_turbo.model.spread import ToWeights
 
 # What torch.compile wraps has that of the module within.
 _TRAINING = operator.methodcaller("get", "training")
-_STANCE = threading.Lock()
+_STANCE = threading.RLock()
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
