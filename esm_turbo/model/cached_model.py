@@ -145,6 +145,8 @@ class CachedModel(CacheMethods, FamilyEncoder):
         """A shallow copy, which shares the modules that it has, and runs those that are put into it."""
         copied = type(self).__new__(type(self))
         copied.__setstate__(self.__getstate__())
+        # What records outputs lies on the modules that it shares.
+        copied._output_capturing_hooks_installed = vars(self).get("_output_capturing_hooks_installed", False)
         return self._with_own_parts(copied)
 
     def _replicate_for_data_parallel(self) -> Self:

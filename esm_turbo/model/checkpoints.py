@@ -298,7 +298,7 @@ def record_outputs(encoder: Any) -> None:
     with _RECORDING:
         layers = [one for one in encoder.modules() if isinstance(one, kinds)]
         recorders = [[key for key, hook in one._forward_hooks.items() if is_recorder(hook)] for one in layers]
-        complete = all(recorders)
+        complete = all(len(keys) == 1 for keys in recorders)
         for one, keys in () if complete else zip(layers, recorders, strict=True):
             for key in keys:
                 del one._forward_hooks[key]

@@ -226,7 +226,8 @@ class ProteinRows(ItemRows[VariantScores]):
 
     Args:
         turbo: the model.
-        wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on.
+        wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on: without `<eos>`, as of
+            `prefill`, values are those of a protein without it.
         variants: their notations; None for all single substitutions.
         method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
         arm: `full`, `frozen` or `turbo`.
