@@ -54,13 +54,13 @@ __all__ = [
     "UNKNOWN_MODEL",
     "Gather",
     "ModelIdentity",
+    "agree",
     "exact_identity",
     "forget_identity",
     "kept_digest",
     "lasting_identity",
     "model_identity",
     "owned",
-    "probe_tolerance",
     "probed_identity",
     "rounding",
     "same_outputs",
@@ -225,9 +225,7 @@ def same_outputs(probe: str, other: str, precision: str) -> bool:
     if not (probe and other):
         return True
     a, b = map(_outputs_of, (probe, other))
-    if a is None or b is None or len(a) != len(b):
-        return False
-    return not np.abs(a - b).max() > probe_tolerance(precision) * np.abs(a).max()
+    return a.shape == b.shape and a.numel() > 0 and agree(a, b, precision)
 
 
 def _as_probe(outputs: Tensor) -> str:
@@ -236,19 +234,26 @@ def _as_probe(outputs: Tensor) -> str:
     return (data + zlib.crc32(data).to_bytes(4, "little")).hex()
 
 
-def _outputs_of(probe: str) -> Any:
-    """The outputs of `_as_probe`, float32 [n]; None if the text was damaged."""
+def _outputs_of(probe: str) -> Tensor:
+    """The outputs of `_as_probe`, float32 [n]; none if the text was damaged."""
     try:
         data, checksum = (whole := bytes.fromhex(probe))[:-4], whole[-4:]
     except ValueError:
-        return None
-    return np.frombuffer(data, "<f4") if zlib.crc32(data).to_bytes(4, "little") == checksum else None
+        data, checksum = b"", b""
+    is_whole = zlib.crc32(data).to_bytes(4, "little") == checksum
+    return torch.from_numpy(np.frombuffer(data if is_whole else b"", "<f4").copy())
 
 
-def probe_tolerance(precision: str) -> float:
-    """The largest difference of probes that is taken for rounding, by the largest output."""
+def agree(outputs: Tensor, other: Tensor, precision: str) -> bool:
+    """True if outputs of one shape differ by no more than rounding, by the largest of them.
+
+    Args:
+        outputs: of a forward, as is `other`.
+        precision: in which both were computed, see `ModelIdentity`.
+    """
     # With random weights, devices differ by 2e-6 in float32, and by 2e-2 in bfloat16, or 1e-1 where attention is sharp.
-    return 1e-3 if precision == "float32" else 0.15
+    tolerance = 1e-3 if precision == "float32" else 0.15
+    return not bool((outputs - other).abs().max() > tolerance * outputs.abs().max())
 
 
 def model_identity(model: Any, *, sampled: bool | None = None) -> ModelIdentity:

@@ -422,7 +422,7 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
     kinds = [one for one in type(module).__mro__ if ".models." in one.__module__]
     methods = [key for key in state if key != "forward" and any(callable(vars(one).get(key)) for one in kinds)]
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    options = changed_values(module, made)
+    options, attention = changed_values(module, made), getattr(model.config, "_attn_implementation", None)
     if _overrides(type(module), made):
         what = f"is a {type(module).__name__}"
     elif not all(map(is_replaced, hooks)) or not _is_of_accelerate(state.get("_hf_hook")):
@@ -433,18 +433,13 @@ def _as_made(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
         what = f"has {len(module)} modules, not {len(made)}"  # type: ignore[arg-type]
     elif options:
         what = f"has another {options[0]}"
-    elif _attends_by(state.get("config", model.config)) != _attends_by(model.config):
+    elif getattr(state.get("config"), "_attn_implementation", attention) != attention:
         what = "has another attention implementation"
     else:
         return module
     raise ValueError(
         f"{name or type(model).__name__} {what}: of a model that is converted or calibrated, only weights are taken"
     )
-
-
-def _attends_by(config: Any) -> str | None:
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
 
 
 def _wrapped(function: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend, TurboConfig
-from esm_turbo.files.identity import model_identity, probe_tolerance, rounding, seen_attention, seen_code
+from esm_turbo.files.identity import agree, model_identity, rounding, seen_attention, seen_code
 from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
@@ -283,15 +283,12 @@ class Executor:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         again = None if mask is None else torch.cat((mask, mask), dim=1)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-
         # Kernels would have to be compiled, and are tested against this.
         backend = resolve_backend(Backend.TORCH, self.encoder.device)
-        plain, found = self._plan_plain(ForwardInputs(ids, mask)), list[Tensor]()
+        found: list[Tensor] = []
         with eagerly():
-            expected: Tensor = self.encoder.library_forward(plain)[0][real]
-            if self.encoder.activates_by_session:
-                plain.session = Plain()
-                found.append(self.encoder.library_forward(plain)[0][real])
+            expected: Tensor = self.encoder.library_forward(self._plan_plain(ForwardInputs(ids, mask)))[0][real]
+            # A prefill computes what a forward without a cache does.
             for inputs in (ForwardInputs(ids, mask, use_cache=True), ForwardInputs(ids, again, positions)):
                 plan = self.plan(_checked(inputs, cache), cache)
                 assert isinstance(plan.session, Prefill | Extension)
@@ -299,8 +296,8 @@ class Executor:
                 found.append(self.encoder.library_forward(plan)[0][real])
                 if plan.append is not None:
                     cache.commit(plan.append)
-        most = probe_tolerance(model_identity(self.encoder, sampled=False).precision) * expected.abs().max()
-        return not any(bool((one - expected).abs().max() > most) for one in found)
+        precision = model_identity(self.encoder, sampled=False).precision
+        return all(agree(expected, one, precision) for one in found)
 
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""

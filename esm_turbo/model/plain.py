@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
-from esm_turbo.files.identity import probe_tolerance
+from esm_turbo.files.identity import agree
 from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.model.spread import ToWeights
 
@@ -167,8 +167,7 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
         with eagerly():
             expected = source(ids, attention_mask=mask)[0][mask.bool()]
     found = encoder.executor.probe_states()
-    tolerance = probe_tolerance(str(found.dtype).removeprefix("torch."))
-    if (expected - found).abs().max() > tolerance * expected.abs().max():
+    if not agree(expected, found, str(found.dtype).removeprefix("torch.")):
         raise ValueError(
             f"{type(source).__name__} computes something else than its weights do in its class: of a model that is"
             " converted or calibrated, only weights are taken"

@@ -410,32 +410,32 @@ def _alignment_lines(numbered: Iterable[tuple[int, str]]) -> Iterator[tuple[int,
     MMseqs2 ends each alignment of a database with a zero byte, which then begins the next line: what follows is
     rejected unless it begins with the same protein.
     """
-    query, first, begin = "", list[str](), 0
-    in_annotation, in_first, begins = False, False, True
+    query, begin, in_annotation, begins = "", 0, False, True
+    # Residues of the first record of a part while its lines come.
+    first: str | None = None
     for number, line in numbered:
         begins |= line.startswith("\0")
         line = line.strip("\0")
         if line.startswith(">"):
             in_annotation = _ANNOTATION.match(line) is not None
             if not in_annotation:
-                query, first = _checked_query(query, first, begin), []
-                in_first, begins, begin = begins, False, number
-        elif in_first and not in_annotation:
-            first.append(line.strip())
+                query, first = _checked_query(query, first, begin), "" if begins else None
+                begin, begins = number, False
+        elif first is not None and not in_annotation:
+            first += line.strip()
         if not (in_annotation or not line or (begin == 0 and line.startswith("#"))):
             yield number, line
     _checked_query(query, first, begin)
 
 
-def _checked_query(query: str, lines: Sequence[str], begin: int) -> str:
-    """The protein with which an alignment begins; `lines` are those of the first record of one of its parts, if any."""
-    found = "".join(lines) or query
-    if query and found != query:
+def _checked_query(query: str, first: str | None, begin: int) -> str:
+    """The protein with which an alignment begins, given the first record of one of its parts, if there was one."""
+    if query and first and first != query:
         raise _Rejected(
             f"holds the alignment of another protein from line {begin}, after a zero byte; give one (`mmseqs unpackdb`"
             " divides a database)"
         )
-    return found
+    return query or first or ""
 
 
 def _checked_lines(lines: Iterable[str], alignment: bool, table: bool) -> Iterator[str]:
