@@ -11,14 +11,16 @@ import json
 import math
 import os
 import random
+import re
 import secrets
+import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -160,28 +162,30 @@ def served(folder: Path, timeout: float) -> Iterator[Served]:
     folder.mkdir()
     tokens = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     (folder / "tokens.txt").write_text("\n".join(tokens))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ("--port", port, "--store", "store", "--token-file", "tokens.txt", "--threads", 1, "--timeout", timeout)
-    service = Served(start_command(folder, ["serve", *map(str, options)]), port, timeout, tokens)
+    options = ("--port", 0, "--store", "store", "--token-file", "tokens.txt", "--threads", 1, "--timeout", timeout)
+    running = start_command(folder, ["serve", *map(str, options)])
     try:
-        end = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                service.client(1).get("/healthz")
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
+        service = Served(running, _port(running), timeout, tokens)
         key = service.client(1).add(protein(random.Random(1), 60, 60))
-        yield Served(service.running, port, timeout, tokens, key)
+        yield replace(service, key=key)
     finally:
         # A process that was waited for is gone, and its number may be another's.
         with contextlib.suppress(ChildProcessError):
-            if os.waitpid(service.running.pid, os.WNOHANG) == (0, 0):
-                os.kill(service.running.pid, signal.SIGKILL)
-                service.running.wait()
+            if os.waitpid(running.pid, os.WNOHANG) == (0, 0):
+                os.kill(running.pid, signal.SIGKILL)
+                running.wait()
+
+
+def _port(running: Running) -> int:
+    """Wait until a service says where it serves."""
+    said, end = b"", time.monotonic() + _START_SECONDS
+    while not (found := re.search(rb"serving http://\S+:(\d+)", said)):
+        ready, _, _ = select.select([running.streams[1]], (), (), max(0.0, end - time.monotonic()))
+        data = os.read(running.streams[1], 2**16) if ready else b""
+        if not data:
+            raise RuntimeError(f"the service does not start: {said.decode(errors='replace')}")
+        said += data
+    return int(found[1])
 
 
 def _trial(disturb: Disturb) -> Callable[[random.Random, Path, References], list[Finding]]:

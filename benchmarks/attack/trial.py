@@ -129,7 +129,9 @@ def start(folder: Path, function: Callable[[], int]) -> Running:
             os.dup2(end, stream)
             os.close(end)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = (os.fdopen(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))
+        # Lines of standard error are seen at once, as in a process of its own.
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", closefd=False)
         os.chdir(folder)
         code = function()
     except SystemExit as ended:
