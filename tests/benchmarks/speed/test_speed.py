@@ -33,7 +33,7 @@ def test_calls_are_compared_with_those_that_recognise_no_model() -> None:
     [case] = identity.cases(TINY, 20, 3, "cpu", torch.float32, calls=2, at_most=1.02)
     figures = measured(case)
     seconds = figures["seconds"]
-    assert len(seconds) == 6
+    assert len(seconds) == 7
     for arm in ("extension", "extension and its logits"):
         expected = seconds[arm]["p50"] / seconds[f"{arm} without checks"]["p50"]
         assert figures["ratios"][f"{arm} / without checks"] == pytest.approx(expected)
