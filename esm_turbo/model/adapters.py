@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,20 @@ def _check_untied(model: Any) -> None:
     Raises:
         ValueError: one is.
     """
-    modules = dict(model.named_modules())
-    kinds = ("lora_A", "trainable_tokens_delta")
-    bases = {f"{name}.base_layer" for name, one in modules.items() if any(hasattr(one, kind) for kind in kinds)}
-    changed = {id(modules[name].weight): name for name in bases if name in modules}
+    modules, kinds = dict(model.named_modules()), ("lora_A", "trainable_tokens_delta")
+    # What holds the changes of each adapted module: PEFT ties tokens of adapters as their weights are.
+    changes = {name: id(getattr(one, kind)) for name, one in modules.items() for kind in kinds if hasattr(one, kind)}
+    owners: dict[int, dict[str, set[int]]] = defaultdict(dict)
     for name, module in modules.items():
-        weight = module._parameters.get("weight")
-        if name not in bases and weight is not None and (first := changed.get(id(weight))) is not None:
+        if (weight := module._parameters.get("weight")) is not None:
+            changed_by = {held for adapted, held in changes.items() if name.startswith(f"{adapted}.")}
+            owners[id(weight)][name.replace(".base_layer", "")] = changed_by
+    for sharing in owners.values():
+        first, by = max(sharing.items(), key=lambda item: len(item[1]))
+        if other := next((name for name, held in sharing.items() if held != by), None):
             raise ValueError(
-                f"it changes the weight of {first.removesuffix('.base_layer')}, which is that of {name}, too: merged,"
-                " it would change both; train one that leaves tied weights out"
+                f"it changes the weight of {first}, which is that of {other}, too: merged, it would change both; train"
+                " one that leaves tied weights out"
             )
 
 

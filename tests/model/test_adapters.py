@@ -91,6 +91,29 @@ def test_an_adapter_of_a_tied_weight_is_refused(base: Path, tmp_path: Path, modu
         TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("modules", "options"),
+    [
+        (["word_embeddings", "decoder"], {}),
+        (["query"], {"trainable_token_indices": {"word_embeddings": [5, 6], "decoder": [7]}}),
+        (["query", "decoder"], {"trainable_token_indices": [5, 6]}),
+        (["query"], {"layer_replication": [[0, 2], [0, 2]]}),
+    ],
+)
+def test_two_adapters_of_one_weight_are_refused(
+    base: Path, tmp_path: Path, modules: list[str], options: dict[str, object]
+) -> None:
+    save_adapter(base, tmp_path / "lora", encoder="layer_replication" in options, modules=modules, **options)
+    with pytest.raises(ValueError, match=r"changes the weight of \S+, which is that of \S+, too: merged"):
+        TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
+
+
+def test_tokens_tied_as_their_weights_are_merged_once(base: Path, tmp_path: Path) -> None:
+    adapted = save_adapter(base, tmp_path / "lora", modules=["query"], trainable_token_indices=[5, 6])
+    turbo = TurboEsm.from_pretrained(tmp_path / "lora", preset="exact", device="cpu")
+    assert torch.allclose(logits_of(turbo.model, turbo.tokenizer), logits_of(adapted, turbo.tokenizer), atol=1e-4)
+
+
 def test_its_caches_and_calibration_are_its_own(
     base: Path, adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path
 ) -> None:
