@@ -22,7 +22,7 @@ from esm_turbo.files.hub import model_name
 from esm_turbo.files.identity import model_identity
 from esm_turbo.files.tabular import named
 from esm_turbo.model.inputs import check_context_index
-from esm_turbo.model.plain import check_unhooked
+from esm_turbo.model.plain import check_tokenwise, check_unhooked
 from esm_turbo.proteins.batches import TokenRow, encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import ContextLimits, encode_homologs
@@ -306,6 +306,7 @@ class ContextModel:
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")
         check_unhooked(self.model)
+        check_tokenwise(self.model)
         # Of the encoder, the cache tells.
         if any(module.training for module in self.model.lm_head.modules()):
             model_identity(self.model).check_determinate()

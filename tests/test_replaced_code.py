@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import EsmForMaskedLM, EsmTokenizer, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
@@ -27,6 +27,7 @@ from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.files import forward_code
 from esm_turbo.files.identity import model_identity
+from esm_turbo.model.executor import Executor
 from esm_turbo.model.masked_lm import CachedMaskedLM
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM
 from esm_turbo.tasks.common.forwards import FROZEN
@@ -313,9 +314,49 @@ def test_what_no_list_holds_is_seen_by_the_outputs(monkeypatch: Patch, family: s
         _set_options("is_causal", True)(monkeypatch, model)
         after = model(ids, mask).logits
         assert (after - before).abs().max() > 1e-3
-        with pytest.raises(ValueError, match="something of the model was changed that contexts do not know"):
+        with pytest.raises(ValueError, match=r"would give other numbers .* because of what was changed in the model"):
             largest_difference(model)
     torch.testing.assert_close(after, model(ids, mask).logits.detach(), rtol=0, atol=1e-4)
+
+
+def _mean_free(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    return output - output.mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("how", ["hook", "module"])
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@torch.no_grad()
+def test_what_mixes_tokens_outside_its_attention_has_no_contexts(family: str, how: str) -> None:
+    model = MODELS.get(family, make_e1)()
+    encoder = model.base_model
+    encoder.set_turbo(preset="exact")
+    ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([20])
+    cache = model(ids, use_cache=True).past_key_values
+    expected = model(ids, past_key_values=cache).logits
+    names = {"ESM-2": "encoder.layer.1.output.dense", "ESM-C": "layers.1.mlp.down_proj", "E1": "layers.1.ffn.mlp.w2"}
+    name = names[family]
+    if how == "hook":
+        encoder.get_submodule(name).register_forward_hook(_mean_free)
+        # As the user says, the model is another one: what its contexts hold is nonetheless not what it computes.
+        encoder.model_id = "mean-free"
+        cause = "_mean_free, as a hook of"
+    else:
+        mixes = nn.AvgPool2d((3, 1), stride=1, padding=(1, 0))
+        encoder.set_submodule(name, nn.Sequential(encoder.get_submodule(name), mixes).eval())
+        cause = "what was changed"
+    assert (model(ids).logits - expected).abs().max() > 1e-3
+    with pytest.raises(ValueError, match=rf"than the model itself does for a fixed input, because of \S*{cause}"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_hooks_that_take_each_token_for_itself_have_contexts(family: str) -> None:
+    model = MODELS[family]()
+    model.get_submodule({"ESM-2": "esm.encoder.layer.1", "ESM-C": "esmc.layers.1"}[family]).register_forward_hook(
+        lambda module, args, output: output.sin()
+    )
+    model.base_model.model_id = "sine"
+    assert largest_difference(model) < 1e-4
 
 
 def test_contacts_of_a_changed_attention_are_refused(monkeypatch: Patch) -> None:
@@ -434,6 +475,8 @@ def _counts_calls(model: nn.Module, name: str, monkeypatch: Patch, how: str) -> 
 @torch.no_grad()
 def test_no_call_leaves_out_a_module_that_was_changed(family: str, how: str, monkeypatch: Patch) -> None:
     """What a forward calls, a context and what extends it call, too, or are refused."""
+    # Its forwards, too, call what the others might leave out.
+    monkeypatch.setattr(Executor, "_agrees", lambda _: True)
     make = MODELS.get(family, make_e1)
     ids = random_ids([20], masks=1)[0] if family in MODELS else random_row([20])
     called, left_out = set[str](), set[str]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend, TurboConfig
-from esm_turbo.files.identity import agree, model_identity, rounding, seen_attention, seen_code
+from esm_turbo.files.identity import agree, model_identity, rounding, seen_attention, seen_code, seen_foreign
 from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
@@ -67,7 +67,7 @@ class Executor:
         self.captures = True
         self.graphs = GraphPool()
         self._code = ""
-        self._agreed: dict[tuple[str, int], bool] = {}
+        self._agreed: dict[Hashable, bool] = {}
 
     # Planning.
 
@@ -237,8 +237,12 @@ class Executor:
             plan.session.runs_library = not self.runs_known_code()
             if plan.session.runs_library:
                 self.check_attention()
-            elif not self._agrees():
-                raise changed_attention("something of the model was changed that contexts do not know")
+            if not self._agrees():
+                cause = seen_foreign(self.encoder) or "what was changed in the model"
+                raise ValueError(
+                    "contexts would give other numbers than the model itself does for a fixed input, because of"
+                    f" {cause.rstrip(',')}: use the model without contexts, such as by the arm 'full'"
+                )
         elif plan.packing is None and self.encoder.activates_by_session:
             plan.session = self._plain_session()
         packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
@@ -253,51 +257,57 @@ class Executor:
         return output if plan.order is None else in_order(output, plan.order.argsort())
 
     def _agrees(self) -> bool:
-        """Tell whether what sessions run in place of the library's functions agrees with these, on a fixed input.
+        """Tell whether contexts agree with the library's forward on a fixed input.
 
-        Looked at once for all code and options of the model.
+        They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
+        place of changed ones. Looked at once for all code and options of the model; of unknown code, for all weights.
         """
-        encoder, seen = self.encoder, seen_code(self.encoder)
+        encoder, code = self.encoder, seen_code(self.encoder)
+        seen: Hashable = code if code[0] else model_identity(encoder, sampled=False)
         if seen in self._agreed:
             return self._agreed[seen]
         if (
-            # Of this family, nothing is the library's.
-            encoder.exact_contexts is not None
-            or is_moved_by_forwards(encoder.modules())
+            is_moved_by_forwards(encoder.modules())
             or torch.compiler.is_compiling()
             or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return True
-        ids, mask = self.probe_input()
+        ids, mask, chains = self.probe_input()
         # Without padding, there is no mask.
-        self._agreed[seen] = self._agrees_on(ids, mask) and self._agrees_on(ids[:1], None)
+        rows: list[tuple[Tensor, Tensor | None, Tensor | None]] = [(ids, mask, None), (ids[:1], None, None)]
+        if chains is not None:
+            rows = [(ids, mask, chains.where(mask.bool(), -1)), (ids[:1], None, chains[:1])]
+        self._agreed[seen] = all(self._agrees_on(*each) for each in rows)
         return self._agreed[seen]
 
-    def _agrees_on(self, ids: Tensor, mask: Tensor | None) -> bool:
-        """See `_agrees`.
-
-        Tokens that run again after a context of themselves see each token twice, and so compute what they did.
-        """
+    def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None) -> bool:
+        """See `_agrees`: the second half of the tokens runs again after the first, which has seen it."""
         cache = self.kv.cache_within_call(TurboConfig.from_preset("exact"))
         self.kv.claim(cache)
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        again = None if mask is None else torch.cat((mask, mask), dim=1)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        half = ids.shape[1] // 2
+        positions = torch.arange(half, ids.shape[1], device=ids.device)[None]
         # Kernels would have to be compiled, and are tested against this.
         backend = resolve_backend(Backend.TORCH, self.encoder.device)
-        found: list[Tensor] = []
+
+        def forward(inputs: ForwardInputs) -> Tensor:
+            plan = self.plan(_checked(inputs, cache), cache)
+            assert isinstance(plan.session, Prefill | Extension)
+            plan.session.backend, plan.session.runs_library = backend, not self.runs_known_code()
+            output: Tensor = self.encoder.library_forward(plan)[0]
+            if plan.append is not None:
+                cache.commit(plan.append)
+            return output
+
+        whole = ForwardInputs(ids, mask, chains=chains)
         with eagerly():
-            expected: Tensor = self.encoder.library_forward(self._plan_plain(ForwardInputs(ids, mask)))[0][real]
-            # A prefill computes what a forward without a cache does.
-            for inputs in (ForwardInputs(ids, mask, use_cache=True), ForwardInputs(ids, again, positions)):
-                plan = self.plan(_checked(inputs, cache), cache)
-                assert isinstance(plan.session, Prefill | Extension)
-                plan.session.backend, plan.session.runs_library = backend, False
-                found.append(self.encoder.library_forward(plan)[0][real])
-                if plan.append is not None:
-                    cache.commit(plan.append)
+            expected: Tensor = self.encoder.library_forward(self._plan_plain(whole))[0]
+            prefilled = forward(replace(whole, use_cache=True))
+            cache.crop(half)
+            extended = forward(ForwardInputs(ids[:, half:], mask, positions))
         precision = model_identity(self.encoder, sampled=False).precision
-        return all(agree(expected, one, precision) for one in found)
+        pairs = ((expected, prefilled, real), (expected[:, half:], extended, real[:, half:]))
+        return all(agree(plain[which], one[which], precision) for plain, one, which in pairs)
 
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""
@@ -313,20 +323,21 @@ class Executor:
         plan.embeddings, plan.session = inputs.inputs_embeds, session
         self.encoder.library_forward(plan)
 
-    def probe_input(self) -> tuple[Tensor, Tensor]:
-        """Rows of 12 and of 8 tokens that stand for all input: ids and which of them are real, int64 [2, 12] each."""
+    def probe_input(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows of 12 and of 8 tokens that stand for all input: ids, which of them are real, and chains, int64 [2, 12].
+
+        Rows of E1 are of two sequences, the first of 6 tokens; None for other families.
+        """
         (begin, end), masked = self.encoder.special_ids, self.encoder.mask_token_id
         others = set(range(self.encoder.config.vocab_size)) - {begin, end, masked, self.encoder.config.pad_token_id}
         row = torch.tensor([begin, *sorted(others)[::3][:9], masked, end], device=self.encoder.device)
         ids, mask = torch.stack((row, row.flip(0))), torch.ones(2, len(row), dtype=torch.int64, device=row.device)
         mask[1, 8:] = 0
-        return ids, mask
+        return ids, mask, None if self.encoder.exact_contexts is None else mask.cumsum(dim=1) // 7
 
     def probe_states(self) -> Tensor:
         """Last hidden states of the library's forward for the real tokens of `probe_input`, [20, hidden_size]."""
-        ids, mask = self.probe_input()
-        # Of E1, in two sequences.
-        chains = None if self.encoder.exact_contexts is None else mask.cumsum(dim=1) // 7
+        ids, mask, chains = self.probe_input()
         plan = self._plan_plain(ForwardInputs(ids, mask, chains=chains))
         with eagerly():
             states: Tensor = self.encoder.library_forward(plan)[0]

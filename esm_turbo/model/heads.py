@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from esm_turbo.files.families import encoder_of
+from esm_turbo.model.plain import check_tokenwise
 
 Head = Literal["contact_head", "lm_head"]
 
@@ -60,13 +61,15 @@ def untrained(model: Any, head: Head) -> str | None:
 
 
 def check_head(model: Any, head: Head) -> None:
-    """Check that a model's head was trained, see `untrained`.
+    """Check that a model's head was trained, see `untrained`, and that of a language model, as of `check_tokenwise`.
 
     Raises:
-        ValueError: it was not.
+        ValueError: it was not, or as of `check_tokenwise`.
     """
     if problem := untrained(model, head):
         raise ValueError(problem)
+    if head == "lm_head":
+        check_tokenwise(model)
 
 
 def _named(config: Any) -> set[str]:

@@ -78,6 +78,8 @@ class _Tree:
         self.root = type(module)
         self.submodules = submodules
         self.known = self._listed()
+        # Functions with which it took each token for itself, see `check_tokenwise`.
+        self.tokenwise: list[Any] | None = None
 
     # Copies of a module have trees of their own.
     def __deepcopy__(self, memo: object) -> None:
@@ -92,6 +94,11 @@ class _Tree:
     def changed(self, module: nn.Module) -> bool:
         """Tell whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
         return self.states[0] is not module.__dict__ or self._listed() != self.known
+
+    def functions(self) -> list[Any]:
+        """Hooks and forwards that modules have of their own."""
+        hooks = chain.from_iterable(own.values() for own in chain.from_iterable(map(_HOOKS, self.states)))
+        return [*hooks, *(state["forward"] for state in self.states if "forward" in state)]
 
     def is_plain(self, allowed: Collection[type[nn.Module]], held: Iterable[Tensor]) -> bool:
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.states)))
@@ -147,6 +154,34 @@ def is_unhooked(module: nn.Module) -> bool:
     return not own and not has_global_hooks() and all(map(is_replaced, hooks))
 
 
+def check_tokenwise(model: Any) -> None:
+    """Check that the head of a language model takes each token for itself, since it is called for some of them.
+
+    It is called once for 12 made-up tokens and once for the second half of them, while its modules and hooks stay.
+
+    Args:
+        model: such as `TurboEsmForMaskedLM`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    head = model.lm_head
+    tree = tree_of(head)
+    functions = tree.functions()
+    if functions == tree.tokenwise or any(tree.modes()) or torch.compiler.is_compiling():
+        return
+    size, weights = model.config.hidden_size, next(head.parameters())
+    states = torch.arange(12 * size, device=weights.device).sin().view(1, 12, size).to(model.dtype)
+    with eagerly():
+        whole, half = head(states)[:, 6:], head(states[:, 6:])
+    if not agree(whole, half, str(whole.dtype).removeprefix("torch.")):
+        raise ValueError(
+            f"{type(head).__name__}, the head of the model, computes tokens from each other, and would be called for"
+            " some of them: call the model itself"
+        )
+    tree.tokenwise = functions
+
+
 def check_same_outputs(source: Any, encoder: Any) -> None:
     """Check that an encoder gives what its weights give in the class to which they were converted.
 
@@ -163,7 +198,7 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
     if hasattr(source, "executor"):
         expected = source.executor.probe_states()
     else:
-        ids, mask = encoder.executor.probe_input()
+        ids, mask, _ = encoder.executor.probe_input()
         with eagerly():
             expected = source(ids, attention_mask=mask)[0][mask.bool()]
     found = encoder.executor.probe_states()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
@@ -45,6 +46,35 @@ def test_metadata_names_an_untrained_head(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=f"{CONTACTS}: the contact head of this model was never trained;"):
         turbo.embed("MKTAY", include="contacts")
     check_head(turbo.model, "lm_head")
+
+
+def _mixed(head: nn.Module, size: int) -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(size, 4, size, batch_first=True), head).eval()
+
+
+def test_a_head_that_computes_tokens_from_each_other_gives_no_scores(turbo: TurboEsm, tiny_model) -> None:
+    """Of the head, tasks run some tokens only."""
+    turbo = TurboEsm(tiny_model(), turbo.tokenizer)
+    cache, head = turbo.prefill("MKTAYIAK"), turbo.model.lm_head
+    calls = (
+        lambda: turbo.score_variants("MKTAYIAK", ["K2A"], arm="full").scores[0].score,
+        lambda: turbo.extend(cache, "ACD").logits,
+        lambda: turbo.generate("MKT<mask>YIAK", seed=0),
+    )
+    before = [call() for call in calls]
+    for change in (
+        lambda: setattr(turbo.model, "lm_head", _mixed(head, turbo.model.config.hidden_size)),
+        lambda: head.register_forward_hook(lambda module, args, output: output - output.mean(dim=-2, keepdim=True)),
+    ):
+        handle = change()
+        for call in calls:
+            with pytest.raises(ValueError, match=r"the head of the model, computes tokens from each other"):
+                call()
+        turbo.model.lm_head = head
+        if handle is not None:
+            handle.remove()
+    after = [call() for call in calls]
+    assert after[0] == before[0] and torch.equal(after[1], before[1])
 
 
 @pytest.mark.parametrize("cls", [TurboEsmForMaskedLM, TurboEsmModel])
