@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.files.identity import agree
-from esm_turbo.files.model_contents import is_moved_by_forwards
+from esm_turbo.files.model_contents import is_moved_by_forwards, refuse_packed
 from esm_turbo.model.spread import ToWeights
 
 # What torch.compile wraps has that of the module within.
@@ -163,13 +163,14 @@ def check_tokenwise(model: Any) -> None:
         model: such as `TurboEsmForMaskedLM`.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or as of `refuse_packed`.
     """
     head = model.lm_head
     tree = tree_of(head)
     functions = tree.functions()
     if functions == tree.tokenwise or any(tree.modes()) or torch.compiler.is_compiling():
         return
+    refuse_packed(head.named_modules())
     size, weights = model.config.hidden_size, next(head.parameters())
     states = torch.arange(12 * size, device=weights.device).sin().view(1, 12, size).to(model.dtype)
     with eagerly():
