@@ -342,11 +342,37 @@ def test_what_mixes_tokens_outside_its_attention_has_no_contexts(family: str, ho
         cause = "_mean_free, as a hook of"
     else:
         mixes = nn.AvgPool2d((3, 1), stride=1, padding=(1, 0))
-        encoder.set_submodule(name, nn.Sequential(encoder.get_submodule(name), mixes).eval())
+        encoder.set_submodule(name, nn.Sequential(encoder.get_submodule(name), mixes))
         cause = "what was changed"
     assert (model(ids).logits - expected).abs().max() > 1e-3
     with pytest.raises(ValueError, match=rf"than the model itself does for a fixed input, because of \S*{cause}"):
         model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("place", ["encoder", "head"])
+@torch.no_grad()
+def test_weights_with_which_tokens_are_mixed_are_seen(place: str) -> None:
+    """As after training a module that did nothing at first."""
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    model, size = turbo.model, turbo.model.config.hidden_size
+    mixing = nn.TransformerEncoderLayer(size, 4, size, batch_first=True, norm_first=True, dropout=0.0)
+    mixing.self_attn.out_proj.weight.zero_()
+    mixing.linear2.weight.zero_()
+    mixing.linear2.bias.zero_()
+    if place == "encoder":
+        model.esm.encoder.emb_layer_norm_after = nn.Sequential(model.esm.encoder.emb_layer_norm_after, mixing)
+    else:
+        model.lm_head = nn.Sequential(mixing, model.lm_head)
+    calls = (
+        lambda: turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen"),
+        lambda: turbo.extend(turbo.prefill("MKTAYIAK"), "ACD"),
+    )
+    for call in calls:
+        call()
+    mixing.self_attn.out_proj.weight.normal_()
+    for call in calls:
+        with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
+            call()
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -87,6 +87,8 @@ _INERT_VALUES = {
     "loss_type",
     "name_or_path",
 }
+# Buffers that no forward writes.
+_CONSTANT = {"inv_freq", "original_inv_freq", "position_ids"}
 # Plain values that no forward reads: they are left out where every call looks.
 _SHAPES = {"in_features", "out_features", "num_embeddings", "embedding_dim", "elementwise_affine"}
 
@@ -254,8 +256,12 @@ def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
 
 
 def is_moved_by_forwards(modules: Iterable[nn.Module]) -> bool:
-    """True if a forward changes what modules hold: in training mode they may count it, and embeddings may be scaled."""
-    return any(module.training or getattr(module, "max_norm", None) is not None for module in modules)
+    """True if a forward draws values or changes what modules hold: in training mode, or where embeddings are scaled."""
+    return any(
+        (module.training and (_drops(module) or module._buffers.keys() - _CONSTANT))
+        or getattr(module, "max_norm", None) is not None
+        for module in modules
+    )
 
 
 def _drops(module: nn.Module) -> bool:
@@ -264,8 +270,11 @@ def _drops(module: nn.Module) -> bool:
 
 def rates_of_dropout(own: Mapping[str, Any]) -> dict[str, float]:
     """Those among a module's values, and slopes that PyTorch's `RReLU` draws."""
-    rates = {key: value for key, value in own.items() if key in ("p", "upper") or "drop" in key}
-    return {k: x for k, x in rates.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    named = {key: value for key, value in own.items() if key in ("p", "upper") or "drop" in key}
+    # PEFT holds one for each adapter.
+    held = {key: [*value.values()] if isinstance(value, dict) else [value] for key, value in named.items()}
+    rates = {k: [x for x in one if isinstance(x, int | float) and not isinstance(x, bool)] for k, one in held.items()}
+    return {key: max(values) for key, values in rates.items() if values}
 
 
 def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:

@@ -97,6 +97,12 @@ def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
             adapted = PeftModel.from_pretrained(target, os.fspath(folder))
         added = set(get_peft_model_state_dict(adapted))
         _check_untied(model)
+        init = getattr(adapted.peft_config["default"], "init_lora_weights", None)
+        if isinstance(init, str) and "_niter_" in init:
+            raise ValueError(
+                f"init_lora_weights={init!r} takes a part off the base model's weights that each load draws at random;"
+                " save it as PEFT converts it (`path_initial_model_for_weight_conversion`)"
+            )
         adapted.merge_and_unload()
         # PEFT freezes the base model for training.
         model.requires_grad_(True)

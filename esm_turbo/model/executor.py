@@ -34,7 +34,7 @@ from esm_turbo.model.inputs import (
 )
 from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
 from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
-from esm_turbo.model.plain import changed_attention, eagerly, is_plain, is_unhooked, plain_addresses
+from esm_turbo.model.plain import changed_attention, eagerly, is_plain, is_tokenwise, is_unhooked, plain_addresses
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
@@ -260,12 +260,17 @@ class Executor:
         """Tell whether contexts agree with the library's forward on a fixed input.
 
         They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
-        place of changed ones. Looked at once for all code and options of the model; of unknown code, for all weights.
+        place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
+        modules than its family's.
         """
-        encoder, code = self.encoder, seen_code(self.encoder)
-        seen: Hashable = code if code[0] else model_identity(encoder, sampled=False)
+        encoder = self.encoder
+        seen: Hashable = seen_code(encoder)
         if seen in self._agreed:
             return self._agreed[seen]
+        if not (self.runs_known_code() and is_tokenwise(encoder)):
+            seen = model_identity(encoder, sampled=False)
+            if seen in self._agreed:
+                return self._agreed[seen]
         if (
             is_moved_by_forwards(encoder.modules())
             or torch.compiler.is_compiling()

@@ -17,6 +17,23 @@ from esm_turbo.files.identity import agree
 from esm_turbo.files.model_contents import is_moved_by_forwards, refuse_packed
 from esm_turbo.model.spread import ToWeights
 
+# With any weights.
+_TOKENWISE = {
+    nn.Dropout,
+    nn.Embedding,
+    nn.GELU,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.Linear,
+    nn.ModuleDict,
+    nn.ModuleList,
+    nn.RMSNorm,
+    nn.Sequential,
+    nn.Sigmoid,
+    nn.SiLU,
+}
+# Attention of the library's aside.
+_FAMILIES = ("esm_turbo.", "transformers.activations", "transformers.models.esm.", "transformers.models.esmc.")
 # What torch.compile wraps has that of the module within.
 _TRAINING = operator.methodcaller("get", "training")
 _STANCE = threading.RLock()
@@ -78,8 +95,6 @@ class _Tree:
         self.root = type(module)
         self.submodules = submodules
         self.known = self._listed()
-        # Functions with which it took each token for itself, see `check_tokenwise`.
-        self.tokenwise: list[Any] | None = None
 
     # Copies of a module have trees of their own.
     def __deepcopy__(self, memo: object) -> None:
@@ -94,11 +109,6 @@ class _Tree:
     def changed(self, module: nn.Module) -> bool:
         """Tell whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
         return self.states[0] is not module.__dict__ or self._listed() != self.known
-
-    def functions(self) -> list[Any]:
-        """Hooks and forwards that modules have of their own."""
-        hooks = chain.from_iterable(own.values() for own in chain.from_iterable(map(_HOOKS, self.states)))
-        return [*hooks, *(state["forward"] for state in self.states if "forward" in state)]
 
     def is_plain(self, allowed: Collection[type[nn.Module]], held: Iterable[Tensor]) -> bool:
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.states)))
@@ -154,10 +164,27 @@ def is_unhooked(module: nn.Module) -> bool:
     return not own and not has_global_hooks() and all(map(is_replaced, hooks))
 
 
-def check_tokenwise(model: Any) -> None:
-    """Check that the head of a language model takes each token for itself, since it is called for some of them.
+def is_tokenwise(module: nn.Module, suffix: str = "") -> bool:
+    """Tell whether a module computes each token from itself with any weights, by its classes.
 
-    It is called once for 12 made-up tokens and once for the second half of them, while its modules and hooks stay.
+    Args:
+        module: such as an encoder, whose attention reads contexts.
+        suffix: of the names of those classes of the families that may be in it.
+    """
+    tree = tree_of(module)
+    kinds = {tree.root, *map(type, tree.submodules)}
+    allowed = {
+        kind
+        for kind in kinds
+        if kind in _TOKENWISE or (kind.__module__.startswith(_FAMILIES) and kind.__name__.endswith(suffix))
+    }
+    return kinds == allowed and not has_global_hooks() and tree.is_plain(kinds, ())
+
+
+def check_tokenwise(model: Any) -> None:
+    """Check that the head of a language model computes each token from itself, since it is called for some of them.
+
+    One of other modules is called for 12 made-up tokens, and for the second half of them.
 
     Args:
         model: such as `TurboEsmForMaskedLM`.
@@ -166,9 +193,7 @@ def check_tokenwise(model: Any) -> None:
         ValueError: it does not, or as of `refuse_packed`.
     """
     head = model.lm_head
-    tree = tree_of(head)
-    functions = tree.functions()
-    if functions == tree.tokenwise or any(tree.modes()) or torch.compiler.is_compiling():
+    if is_tokenwise(head, "LMHead") or is_moved_by_forwards(head.modules()) or torch.compiler.is_compiling():
         return
     refuse_packed(head.named_modules())
     size, weights = model.config.hidden_size, next(head.parameters())
@@ -180,7 +205,6 @@ def check_tokenwise(model: Any) -> None:
             f"{type(head).__name__}, the head of the model, computes tokens from each other, and would be called for"
             " some of them: call the model itself"
         )
-    tree.tokenwise = functions
 
 
 def check_same_outputs(source: Any, encoder: Any) -> None:

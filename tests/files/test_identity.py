@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from peft import LoKrConfig, get_peft_model
 from torch.nn.utils import parametrizations, parametrize
 from transformers.models.esm import modeling_esm
 
@@ -381,6 +382,18 @@ def test_random_contexts_cannot_be_kept(turbo, tmp_path, module):
     assert not list(tmp_path.glob("**/*.safetensors"))
     one.model.eval()
     assert torch.isfinite(one.extend(one.prefill(SEQUENCE), "GSG").logits).all()
+
+
+def test_dropout_of_each_adapter_counts(turbo):
+    """PEFT's LoKr and LoHa hold their rates in dictionaries."""
+    one = in_turbo(make(), turbo)
+    config = LoKrConfig(target_modules=["query"], r=2, rank_dropout=0.5, init_weights=False)
+    adapted = get_peft_model(one.model, config)
+    adapted.eval()
+    one.prefill(SEQUENCE)
+    adapted.train()
+    with pytest.raises(ValueError, match=r"with dropout in .*query.*\.eval\(\)"):
+        one.prefill(SEQUENCE)
 
 
 def test_the_identity_is_the_same_object_while_nothing_changes(model):

@@ -108,6 +108,14 @@ def test_two_adapters_of_one_weight_are_refused(
         TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
 
 
+def test_an_adapter_of_which_each_load_draws_a_part_is_refused(base: Path, tmp_path: Path) -> None:
+    save_adapter(base, tmp_path / "lora")
+    config = json.loads((tmp_path / "lora" / CONFIG_FILE).read_text()) | {"init_lora_weights": "pissa_niter_4"}
+    (tmp_path / "lora" / CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"init_lora_weights='pissa_niter_4' takes a part .* at random"):
+        TurboEsm.from_pretrained(tmp_path / "lora", device="cpu")
+
+
 def test_tokens_tied_as_their_weights_are_merged_once(base: Path, tmp_path: Path) -> None:
     adapted = save_adapter(base, tmp_path / "lora", modules=["query"], trainable_token_indices=[5, 6])
     turbo = TurboEsm.from_pretrained(tmp_path / "lora", preset="exact", device="cpu")
