@@ -291,7 +291,7 @@ class Executor:
         self.kv.claim(cache)
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         half = ids.shape[1] // 2
-        positions = torch.arange(half, ids.shape[1], device=ids.device)[None]
+        columns = torch.arange(ids.shape[1], device=ids.device)[None]
         # Kernels would have to be compiled, and are tested against this.
         backend = resolve_backend(Backend.TORCH, self.encoder.device)
 
@@ -311,9 +311,8 @@ class Executor:
         whole = ForwardInputs(ids, mask, chains=chains)
         with eagerly():
             expected: Tensor = self.encoder.library_forward(self._plan_plain(whole))[0]
-            prefilled = forward(replace(whole, use_cache=True))
-            cache.crop(half)
-            extended = forward(ForwardInputs(ids[:, half:], mask, positions))
+            prefilled = forward(replace(whole, use_cache=True, append_mask=real & (columns < half)))
+            extended = forward(ForwardInputs(ids[:, half:], mask, columns[:, half:]))
         precision = model_identity(self.encoder, sampled=False).precision
         pairs = ((expected, prefilled, real), (expected[:, half:], extended, real[:, half:]))
         return all(one is None or agree(plain[which], one[which], precision) for plain, one, which in pairs)
