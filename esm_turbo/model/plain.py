@@ -172,7 +172,7 @@ def is_tokenwise(module: nn.Module, suffix: str = "") -> bool:
         suffix: of the names of those classes of the families that may be in it.
     """
     tree = tree_of(module)
-    kinds = {tree.root, *map(type, tree.submodules)}
+    kinds = {type(module), *map(type, tree.submodules)}
     allowed = {
         kind
         for kind in kinds
