@@ -11,7 +11,6 @@ import json
 import math
 import os
 import random
-import re
 import secrets
 import select
 import signal
@@ -28,7 +27,7 @@ from typing import Any
 from benchmarks.attack.commands import References, protein
 from benchmarks.attack.trial import Finding, Running, faults, start_command
 from benchmarks.serve.malformed import head
-from benchmarks.serve.process import Answer, Client
+from benchmarks.serve.process import SERVING, Answer, Client
 
 # What an answer may take on a busy machine: a hundred times what it does. Without pieces and turns, it took minutes.
 _SECONDS = 30.0
@@ -178,13 +177,13 @@ def served(folder: Path, timeout: float) -> Iterator[Served]:
 
 def _port(running: Running) -> int:
     """Wait until a service says where it serves."""
-    said, end = b"", time.monotonic() + _START_SECONDS
-    while not (found := re.search(rb"serving http://\S+:(\d+)", said)):
+    said, end = "", time.monotonic() + _START_SECONDS
+    while not (found := SERVING.search(said)):
         ready, _, _ = select.select([running.streams[1]], (), (), max(0.0, end - time.monotonic()))
         data = os.read(running.streams[1], 2**16) if ready else b""
         if not data:
-            raise RuntimeError(f"the service does not start: {said.decode(errors='replace')}")
-        said += data
+            raise RuntimeError(f"the service does not start: {said}")
+        said += data.decode(errors="replace")
     return int(found[1])
 
 

@@ -17,6 +17,9 @@ from typing import Any
 
 from benchmarks.harness.measure import status_bytes
 
+SERVING = re.compile(r"serving http://127\.0\.0\.1:(\d+), (.*)")
+"""What a service says when it begins: its port, and what it holds."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -110,7 +113,7 @@ class Process:
         self.port, self.held = 0, ""
         for line in self.process.stderr:
             self._lines.append(line)
-            if found := re.search(r"serving http://127\.0\.0\.1:(\d+), (.*)", line):
+            if found := SERVING.search(line):
                 self.port, self.held = int(found[1]), found[2]
                 break
         else:

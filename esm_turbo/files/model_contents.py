@@ -270,11 +270,14 @@ def _drops(module: nn.Module) -> bool:
 
 def rates_of_dropout(own: Mapping[str, Any]) -> dict[str, float]:
     """Those among a module's values, and slopes that PyTorch's `RReLU` draws."""
-    named = {key: value for key, value in own.items() if key in ("p", "upper") or "drop" in key}
-    # PEFT holds one for each adapter.
-    held = {key: [*value.values()] if isinstance(value, dict) else [value] for key, value in named.items()}
-    rates = {k: [x for x in one if isinstance(x, int | float) and not isinstance(x, bool)] for k, one in held.items()}
-    return {key: max(values) for key, values in rates.items() if values}
+    rates = {}
+    for key, value in own.items():
+        if key in ("p", "upper") or "drop" in key:
+            # PEFT holds one for each adapter.
+            held = value.values() if isinstance(value, dict) else [value]
+            if numbers := [x for x in held if isinstance(x, int | float) and not isinstance(x, bool)]:
+                rates[key] = max(numbers)
+    return rates
 
 
 def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:

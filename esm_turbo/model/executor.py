@@ -13,7 +13,15 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend, TurboConfig
-from esm_turbo.files.identity import agree, model_identity, rounding, seen_attention, seen_code, seen_foreign
+from esm_turbo.files.identity import (
+    agree,
+    model_identity,
+    rounding,
+    seen_attention,
+    seen_code,
+    seen_foreign,
+    seen_identity,
+)
 from esm_turbo.files.model_contents import is_moved_by_forwards
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
@@ -263,12 +271,8 @@ class Executor:
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
         modules than its family's.
         """
-        encoder = self.encoder
-        seen: Hashable = seen_code(encoder)
-        if seen in self._agreed:
-            return self._agreed[seen]
-        if not (self.runs_known_code() and is_tokenwise(encoder)):
-            seen = model_identity(encoder, sampled=False)
+        encoder, code, identity = self.encoder, seen_code(self.encoder), seen_identity(self.encoder)
+        for seen in (code, identity):
             if seen in self._agreed:
                 return self._agreed[seen]
         if (
@@ -279,11 +283,10 @@ class Executor:
             return True
         ids, mask, chains = self.probe_input()
         # Without padding, there is no mask.
-        rows: list[tuple[Tensor, Tensor | None, Tensor | None]] = [(ids, mask, None), (ids[:1], None, None)]
-        if chains is not None:
-            rows = [(ids, mask, chains.where(mask.bool(), -1)), (ids[:1], None, chains[:1])]
-        self._agreed[seen] = all(self._agrees_on(*each) for each in rows)
-        return self._agreed[seen]
+        single = None if chains is None else chains[:1]
+        agrees = self._agrees_on(ids, mask, chains) and self._agrees_on(ids[:1], None, single)
+        self._agreed[code if self.runs_known_code() and is_tokenwise(encoder) else identity] = agrees
+        return agrees
 
     def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None) -> bool:
         """See `_agrees`: the second half of the tokens runs again after the first, which has seen it."""
@@ -308,7 +311,7 @@ class Executor:
                 cache.commit(plan.append)
             return output
 
-        whole = ForwardInputs(ids, mask, chains=chains)
+        whole = ForwardInputs(ids, mask, chains=None if chains is None else chains.where(real, -1))
         with eagerly():
             expected: Tensor = self.encoder.library_forward(self._plan_plain(whole))[0]
             prefilled = forward(replace(whole, use_cache=True, append_mask=real & (columns < half)))

@@ -173,12 +173,9 @@ def is_tokenwise(module: nn.Module, suffix: str = "") -> bool:
     """
     tree = tree_of(module)
     kinds = {type(module), *map(type, tree.submodules)}
-    allowed = {
-        kind
-        for kind in kinds
-        if kind in _TOKENWISE or (kind.__module__.startswith(_FAMILIES) and kind.__name__.endswith(suffix))
-    }
-    return kinds == allowed and not has_global_hooks() and tree.is_plain(kinds, ())
+    others = kinds - _TOKENWISE
+    own = all(kind.__module__.startswith(_FAMILIES) and kind.__name__.endswith(suffix) for kind in others)
+    return own and not has_global_hooks() and tree.is_plain(kinds, ())
 
 
 def check_tokenwise(model: Any) -> None:
