@@ -22,8 +22,10 @@ from transformers.models.esm import modeling_esm
 from benchmarks.attack import identity as attack
 from benchmarks.attack.model_changes import CHANGES, UNSEEN_IN_MEMORY
 from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.files import identity
 from esm_turbo.files.identity import (
     ModelIdentity,
+    agree,
     exact_identity,
     kept_digest,
     lasting_identity,
@@ -763,6 +765,26 @@ def test_looking_at_a_model_in_training_mode_trains_nothing(tmp_path):
     ContextStore(tmp_path).get(turbo, SEQUENCE)
     after = dict(encoder.named_buffers())
     assert len(before) > 4 and all(torch.equal(buffer, after[name]) for name, buffer in before.items())
+
+
+def test_a_first_context_is_computed_and_looked_at_once(model, monkeypatch):
+    looks = []
+    look = identity._look
+    monkeypatch.setattr(identity, "_look", lambda seen: looks.append(seen) or look(seen))
+    with torch.no_grad():
+        model(torch.arange(4, 12)[None], use_cache=True)
+    assert not model.kv.refresh_fingerprint()
+    assert looks == [model]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("float32", 1e-3), ("float32+float64", 1e-3), ("float64", 1e-3), ("float32-tf32", 0.15), ("bfloat16", 0.15)],
+)
+def test_outputs_agree_to_the_rounding_of_their_precision(precision, tolerance):
+    outputs = torch.tensor([0.0, -2.0])
+    assert agree(outputs, outputs + 1.8 * tolerance, precision)
+    assert not agree(outputs, outputs + 2.2 * tolerance, precision)
 
 
 def test_unknown_code_is_not_probed(model):
