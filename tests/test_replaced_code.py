@@ -319,6 +319,9 @@ def test_what_no_list_holds_is_seen_by_the_outputs(monkeypatch: Patch, family: s
     torch.testing.assert_close(after, model(ids, mask).logits.detach(), rtol=0, atol=1e-4)
 
 
+_DENSE = {"ESM-2": "encoder.layer.1.output.dense", "ESM-C": "layers.1.mlp.down_proj", "E1": "layers.1.ffn.mlp.w2"}
+
+
 def _mean_free(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
     return output - output.mean(dim=1, keepdim=True)
 
@@ -333,8 +336,7 @@ def test_what_mixes_tokens_outside_its_attention_has_no_contexts(family: str, ho
     ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([20])
     cache = model(ids, use_cache=True).past_key_values
     expected = model(ids, past_key_values=cache).logits
-    names = {"ESM-2": "encoder.layer.1.output.dense", "ESM-C": "layers.1.mlp.down_proj", "E1": "layers.1.ffn.mlp.w2"}
-    name = names[family]
+    name = _DENSE[family]
     if how == "hook":
         encoder.get_submodule(name).register_forward_hook(_mean_free)
         # As the user says, the model is another one: what its contexts hold is nonetheless not what it computes.
@@ -347,6 +349,60 @@ def test_what_mixes_tokens_outside_its_attention_has_no_contexts(family: str, ho
     assert (model(ids).logits - expected).abs().max() > 1e-3
     with pytest.raises(ValueError, match=rf"than the model itself does for a fixed input, because of \S*{cause}"):
         model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@torch.no_grad()
+def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: torch.dtype) -> None:
+    encoder = MODELS.get(family, make_e1)().to(dtype).base_model
+    encoder.set_turbo(preset="exact")
+    ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([20])
+    encoder(ids, use_cache=True)
+    dense = encoder.get_submodule(_DENSE[family])
+    encoder.model_id = "mixed"
+    encoder.set_submodule(_DENSE[family], MixesNeighbours(dense, share=0.0))
+    encoder(ids, use_cache=True)
+    encoder.set_submodule(_DENSE[family], MixesNeighbours(dense, share=0.02))
+    with pytest.raises(ValueError, match="than the model itself does for a fixed input"):
+        encoder(ids, use_cache=True)
+
+
+class MixesNeighbours(nn.Module):
+    """Adds a share of what the token before gives."""
+
+    def __init__(self, dense: nn.Module, share: float) -> None:
+        super().__init__()
+        self.dense, self.share = dense, share
+
+    def forward(self, states: Tensor) -> Tensor:
+        output: Tensor = self.dense(states)
+        return output + self.share * output.roll(1, dims=1)
+
+
+@torch.no_grad()
+def test_code_that_does_not_run_in_float32_has_no_contexts_in_half_precision() -> None:
+    encoder = MODELS["ESM-2"]().bfloat16().base_model
+    ids, weight = random_ids([20], masks=0)[0], torch.eye(encoder.config.hidden_size, dtype=torch.bfloat16)
+    encoder.encoder.layer[0].output.dense.register_forward_hook(lambda module, args, output: output @ weight)
+    encoder.model_id = "hooked"
+    encoder(ids)
+    with pytest.raises(ValueError, match=r"to be compared in float32, in which it does not run .*: use it in float32"):
+        encoder(ids, use_cache=True)
+
+
+@torch.no_grad()
+def test_too_little_memory_to_compare_is_said_to_be_that() -> None:
+    encoder = MODELS["ESM-2"]().bfloat16().base_model
+
+    def full(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if output.dtype == torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    encoder.encoder.layer[0].output.dense.register_forward_hook(full)
+    encoder.model_id = "hooked"
+    with pytest.raises(torch.OutOfMemoryError):
+        encoder(random_ids([20], masks=0)[0], use_cache=True)
 
 
 @pytest.mark.parametrize("place", ["encoder", "head"])

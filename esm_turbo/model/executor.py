@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -42,7 +42,15 @@ from esm_turbo.model.inputs import (
 )
 from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
 from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
-from esm_turbo.model.plain import changed_attention, eagerly, is_plain, is_tokenwise, is_unhooked, plain_addresses
+from esm_turbo.model.plain import (
+    changed_attention,
+    eagerly,
+    in_float32,
+    is_plain,
+    is_tokenwise,
+    is_unhooked,
+    plain_addresses,
+)
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Plain, PooledExtension, Prefill
@@ -269,7 +277,7 @@ class Executor:
 
         They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
-        modules than its family's.
+        modules than its family's. Unknown code and other modules run in float32, whose rounding hides less.
         """
         encoder, code, identity = self.encoder, seen_code(self.encoder), seen_identity(self.encoder)
         for seen in (code, identity):
@@ -281,12 +289,18 @@ class Executor:
             or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return True
+        known = self.runs_known_code() and is_tokenwise(encoder)
+        with nullcontext(encoder) if known else in_float32(encoder) as compared:
+            agrees: bool = compared.executor._agrees_on_probe()
+        self._agreed[code if known else identity] = agrees
+        return agrees
+
+    def _agrees_on_probe(self) -> bool:
+        """See `_agrees`, of which this keeps nothing."""
         ids, mask, chains = self.probe_input()
         # Without padding, there is no mask.
         single = None if chains is None else chains[:1]
-        agrees = self._agrees_on(ids, mask, chains) and self._agrees_on(ids[:1], None, single)
-        self._agreed[code if self.runs_known_code() and is_tokenwise(encoder) else identity] = agrees
-        return agrees
+        return self._agrees_on(ids, mask, chains) and self._agrees_on(ids[:1], None, single)
 
     def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None) -> bool:
         """See `_agrees`: the second half of the tokens runs again after the first, which has seen it."""

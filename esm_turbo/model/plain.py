@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.files.identity import agree
-from esm_turbo.files.model_contents import is_moved_by_forwards, refuse_packed
+from esm_turbo.files.model_contents import held_tensors, is_moved_by_forwards, refuse_packed
+from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.spread import ToWeights
 
 # With any weights.
@@ -38,6 +40,7 @@ _FAMILIES = ("esm_turbo.", "transformers.activations", "transformers.models.esm.
 _TRAINING = operator.methodcaller("get", "training")
 _STANCE = threading.RLock()
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @contextlib.contextmanager
@@ -46,6 +49,31 @@ def eagerly() -> Iterator[None]:
     # The stance is that of all threads: two that overlap would leave it to them for good.
     with _STANCE, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextlib.contextmanager
+def in_float32(module: _Module) -> Iterator[_Module]:
+    """Gives a copy of a module in float32, whose rounding hides less; the module itself if none of it is narrower.
+
+    Within the block there is no autocast, and what `eagerly` says.
+
+    Raises:
+        ValueError: what the block runs fails, such as a function that holds tensors of another dtype.
+    """
+    half = [one for _, one in held_tensors(module.named_modules()) if one.dtype in (torch.bfloat16, torch.float16)]
+    # What a copy takes for the tensors of the original.
+    wide = {id(one): one.float() for one in half}
+    wide |= {id(one): nn.Parameter(wide[id(one)]) for one in half if isinstance(one, nn.Parameter)}
+    try:
+        with eagerly(), torch.autocast(next(module.parameters()).device.type, enabled=False):
+            yield copy.deepcopy(module, wide) if half else module
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            "the model has modules or code of its own, and was to be compared in float32, in which it does not run"
+            f" ({error}): use it in float32, or without contexts"
+        ) from error
 
 
 def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> tuple[int, ...] | None:
@@ -181,23 +209,23 @@ def is_tokenwise(module: nn.Module, suffix: str = "") -> bool:
 def check_tokenwise(model: Any) -> None:
     """Check that the head of a language model computes each token from itself, since it is called for some of them.
 
-    One of other modules is called for 12 made-up tokens, and for the second half of them.
+    One of other modules is called for 12 made-up tokens, and for the second half of them, in float32.
 
     Args:
         model: such as `TurboEsmForMaskedLM`.
 
     Raises:
-        ValueError: it does not, or as of `refuse_packed`.
+        ValueError: it does not, or as of `refuse_packed` and `in_float32`.
     """
     head = model.lm_head
     if is_tokenwise(head, "LMHead") or is_moved_by_forwards(head.modules()) or torch.compiler.is_compiling():
         return
     refuse_packed(head.named_modules())
     size, weights = model.config.hidden_size, next(head.parameters())
-    states = torch.arange(12 * size, device=weights.device).sin().view(1, 12, size).to(model.dtype)
-    with eagerly():
-        whole, half = head(states)[:, 6:], head(states[:, 6:])
-    if not agree(whole, half, str(whole.dtype).removeprefix("torch.")):
+    with in_float32(head) as wide:
+        states = torch.arange(12 * size, device=weights.device).sin().view(1, 12, size).to(next(wide.parameters()))
+        whole, half = wide(states)[:, 6:], wide(states[:, 6:])
+    if not agree(whole, half, "float32"):
         raise ValueError(
             f"{type(head).__name__}, the head of the model, computes tokens from each other, and would be called for"
             " some of them: call the model itself"
@@ -224,7 +252,8 @@ def check_same_outputs(source: Any, encoder: Any) -> None:
         with eagerly():
             expected = source(ids, attention_mask=mask)[0][mask.bool()]
     found = encoder.executor.probe_states()
-    if not agree(expected, found, str(found.dtype).removeprefix("torch.")):
+    # Both run the same functions, and so do not differ by rounding either.
+    if not agree(expected, found, "float32"):
         raise ValueError(
             f"{type(source).__name__} computes something else than its weights do in its class: of a model that is"
             " converted or calibrated, only weights are taken"

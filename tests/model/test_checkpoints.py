@@ -102,10 +102,10 @@ class Doubling(ModelHook):
         return 2 * output
 
 
-def _forward_over_accelerate(dense: torch.nn.Module) -> None:
+def _forward_over_accelerate(dense: torch.nn.Module, factor: float = 0.5) -> None:
     add_hook_to_module(dense, AlignDevicesHook(io_same_device=True))
     moved = dense.forward
-    dense.forward = lambda x: 0.5 * moved(x)
+    dense.forward = lambda x: factor * moved(x)
 
 
 _OTHER_OUTPUTS = "computes something else than its weights do in its class"
@@ -142,6 +142,15 @@ def test_a_model_that_computes_something_of_its_own_is_not_converted(
     model = make_esm()
     change(model)
     with pytest.raises(ValueError, match=message):
+        TurboEsmForMaskedLM.from_esm(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_does_not_hide_what_a_converted_model_computes_of_its_own(dtype: torch.dtype) -> None:
+    model = make_esm().to(dtype)
+    TurboEsmForMaskedLM.from_esm(model)
+    _forward_over_accelerate(model.esm.encoder.layer[0].intermediate.dense, 0.95)
+    with pytest.raises(ValueError, match=_OTHER_OUTPUTS):
         TurboEsmForMaskedLM.from_esm(model)
 
 
