@@ -351,13 +351,14 @@ def test_what_mixes_tokens_outside_its_attention_has_no_contexts(family: str, ho
         model(ids, use_cache=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", [*MODELS, "E1"])
 @torch.no_grad()
-def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: torch.dtype) -> None:
-    encoder = MODELS.get(family, make_e1)().to(dtype).base_model
+def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: torch.dtype, device: str) -> None:
+    encoder = MODELS.get(family, make_e1)().to(device, dtype).base_model
     encoder.set_turbo(preset="exact")
-    ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([20])
+    ids = (random_ids([20], masks=0)[0] if family in MODELS else random_row([20])).to(device)
     encoder(ids, use_cache=True)
     dense = encoder.get_submodule(_DENSE[family])
     encoder.model_id = "mixed"

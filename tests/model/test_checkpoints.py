@@ -145,9 +145,10 @@ def test_a_model_that_computes_something_of_its_own_is_not_converted(
         TurboEsmForMaskedLM.from_esm(model)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_does_not_hide_what_a_converted_model_computes_of_its_own(dtype: torch.dtype) -> None:
-    model = make_esm().to(dtype)
+def test_rounding_does_not_hide_what_a_converted_model_computes_of_its_own(dtype: torch.dtype, device: str) -> None:
+    model = make_esm().to(device, dtype)
     TurboEsmForMaskedLM.from_esm(model)
     _forward_over_accelerate(model.esm.encoder.layer[0].intermediate.dense, 0.95)
     with pytest.raises(ValueError, match=_OTHER_OUTPUTS):

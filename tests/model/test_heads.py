@@ -84,9 +84,10 @@ def test_a_head_that_computes_tokens_from_each_other_gives_no_scores(turbo: Turb
     assert after[0] == before[0] and torch.equal(after[1], before[1])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_head_that_mixes_tokens_a_little_is_seen_in_any_dtype(turbo: TurboEsm, tiny_model, dtype) -> None:
-    turbo = TurboEsm(tiny_model().to(dtype), turbo.tokenizer)
+def test_a_head_that_mixes_tokens_a_little_is_seen_in_any_dtype(turbo: TurboEsm, tiny_model, dtype, device) -> None:
+    turbo = TurboEsm(tiny_model().to(device, dtype), turbo.tokenizer)
     head, share = turbo.model.lm_head, 0.0
     head.dense.register_forward_hook(lambda module, args, output: output + share * output.roll(1, -2))
     turbo.score_variants("MKTAYIAK", ["K2A"], arm="full")
