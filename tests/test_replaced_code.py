@@ -369,6 +369,26 @@ def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: t
         encoder(ids, use_cache=True)
 
 
+@pytest.mark.parametrize("arm", ["frozen", "full"])
+def test_a_hook_that_changes_between_calls_is_compared_again(arm: str) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    dense, strength = turbo.model.get_submodule(f"esm.{_DENSE['ESM-2']}"), 0.0
+    dense.register_forward_hook(lambda module, args, output: output - strength * output.mean(dim=1, keepdim=True))
+
+    def score() -> float:
+        return turbo.score_variants("MKTAYIAK", ["K2A"], arm=arm).scores[0].score
+
+    before = score()
+    strength = 0.5
+    if arm == "frozen":
+        with pytest.raises(ValueError, match="than the model itself does for a fixed input"):
+            score()
+    else:
+        assert abs(score() - before) > 1e-3
+    strength = 0.0
+    assert score() == before
+
+
 class MixesNeighbours(nn.Module):
     """Adds a share of what the token before gives."""
 

@@ -100,13 +100,14 @@ def evaluate(
         precision = TokenAccuracy.of(compare_forwards(turbo, proteins, expected, found))
     memory = measure_memory(turbo, proteins, list(configs.values()))
     extend: dict[tuple[int, int], Arms] = {}
-    if has_families:
-        loo = after_homologs(turbo, proteins, configs, advance("after homologs", len(proteins)))
-    else:
-        loo = leave_one_out(turbo, proteins, configs, advance("leave-one-out", len(proteins)))
-    if extend_ks and refresh_ws and not has_families:
-        ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
-        extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
+    with turbo.model.base_model.kv.in_call():
+        if has_families:
+            loo = after_homologs(turbo, proteins, configs, advance("after homologs", len(proteins)))
+        else:
+            loo = leave_one_out(turbo, proteins, configs, advance("leave-one-out", len(proteins)))
+        if extend_ks and refresh_ws and not has_families:
+            ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
+            extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
     lengths = list(map(len, proteins))
     evaluated = tuple(
         PresetEvaluation(

@@ -79,6 +79,7 @@ class CacheEngine:
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:
         """Within the block, whose results are of one preset and one calibration, neither can be changed."""
+        self.encoder.executor.forget_unknown_code()
         with _COUNTING:
             _CALLS[self] += 1
         try:

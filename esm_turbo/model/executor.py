@@ -14,6 +14,7 @@ from torch import Tensor
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.identity import (
+    ModelIdentity,
     agree,
     model_identity,
     rounding,
@@ -294,6 +295,12 @@ class Executor:
             agrees: bool = compared.executor._agrees_on_probe()
         self._agreed[code if known else identity] = agrees
         return agrees
+
+    def forget_unknown_code(self) -> None:
+        """Have contexts of unknown code, which may be another one in each call, compared again."""
+        for seen in list(self._agreed):
+            if isinstance(seen, ModelIdentity) and seen.foreign:
+                self._agreed.pop(seen, None)
 
     def _agrees_on_probe(self) -> bool:
         """See `_agrees`, of which this keeps nothing."""
