@@ -389,6 +389,42 @@ def test_a_hook_that_changes_between_calls_is_compared_again(arm: str) -> None:
     assert score() == before
 
 
+class MixesAllTokens(nn.Module):
+    """A layer as of PyTorch, which has a buffer, and scales its embeddings if they are large."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(size))
+        self.places = nn.Embedding(100, size, max_norm=1.0)
+        self.mixes = nn.TransformerEncoderLayer(size, 4, size, batch_first=True, dropout=0.0)
+
+    def forward(self, states: Tensor) -> Tensor:
+        mixed: Tensor = self.mixes(self.scale * (states + self.places(torch.arange(states.shape[-2]))))
+        return mixed
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("place", ["encoder", "head"])
+@torch.no_grad()
+def test_modules_that_forwards_change_are_compared_as_copies(place: str, training: bool) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    model, mixing = turbo.model, MixesAllTokens(turbo.model.config.hidden_size)
+    model.esm.model_id = "mixed"
+    if place == "encoder":
+        model.esm.encoder.emb_layer_norm_after = nn.Sequential(model.esm.encoder.emb_layer_norm_after, mixing)
+    else:
+        cache = turbo.prefill("MKTAYIAK")
+        model.lm_head = nn.Sequential(mixing, model.lm_head)
+    model.train(training)
+    before = mixing.places.weight.clone()
+    with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
+        if place == "encoder":
+            turbo.prefill("MKTAYIAK")
+        else:
+            turbo.extend(cache, "ACD")
+    assert torch.equal(mixing.places.weight, before)
+
+
 class MixesNeighbours(nn.Module):
     """Adds a share of what the token before gives."""
 

@@ -23,7 +23,7 @@ from esm_turbo.files.identity import (
     seen_foreign,
     seen_identity,
 )
-from esm_turbo.files.model_contents import is_moved_by_forwards
+from esm_turbo.files.model_contents import dropping_module, is_moved_by_forwards
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -278,19 +278,19 @@ class Executor:
 
         They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
-        modules than its family's. Unknown code and other modules run in float32, whose rounding hides less.
+        modules than its family's. Those, unknown code and what forwards change run as of `in_float32`.
         """
         encoder, code, identity = self.encoder, seen_code(self.encoder), seen_identity(self.encoder)
         for seen in (code, identity):
             if seen in self._agreed:
                 return self._agreed[seen]
         if (
-            is_moved_by_forwards(encoder.modules())
+            dropping_module(encoder.named_modules())
             or torch.compiler.is_compiling()
             or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return True
-        known = self.runs_known_code() and is_tokenwise(encoder)
+        known = self.runs_known_code() and is_tokenwise(encoder) and not is_moved_by_forwards(encoder.modules())
         with nullcontext(encoder) if known else in_float32(encoder) as compared:
             agrees: bool = compared.executor._agrees_on_probe()
         self._agreed[code if known else identity] = agrees

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from esm_turbo.files.forward_code import changes_no_number, has_global_hooks, is_known
 from esm_turbo.files.identity import agree
-from esm_turbo.files.model_contents import held_tensors, is_moved_by_forwards, refuse_packed
+from esm_turbo.files.model_contents import dropping_module, held_tensors, is_moved_by_forwards, refuse_packed
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.spread import ToWeights
 
@@ -53,20 +53,20 @@ def eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float32(module: _Module) -> Iterator[_Module]:
-    """Gives a copy of a module in float32, whose rounding hides less; the module itself if none of it is narrower.
+    """Gives a copy of a module in float32, whose rounding hides less, and which forwards may change.
 
-    Within the block there is no autocast, and what `eagerly` says.
+    The module itself where a copy would be no other. Within the block there is no autocast, and what `eagerly` says.
 
     Raises:
         ValueError: what the block runs fails, such as a function that holds tensors of another dtype.
     """
     half = [one for _, one in held_tensors(module.named_modules()) if one.dtype in (torch.bfloat16, torch.float16)]
     # What a copy takes for the tensors of the original.
-    wide = {id(one): one.float() for one in half}
+    wide: dict[int, Any] = {id(one): one.float() for one in half}
     wide |= {id(one): nn.Parameter(wide[id(one)]) for one in half if isinstance(one, nn.Parameter)}
     try:
         with eagerly(), torch.autocast(next(module.parameters()).device.type, enabled=False):
-            yield copy.deepcopy(module, wide) if half else module
+            yield copy.deepcopy(module, wide) if half or is_moved_by_forwards(module.modules()) else module
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -218,7 +218,7 @@ def check_tokenwise(model: Any) -> None:
         ValueError: it does not, or as of `refuse_packed` and `in_float32`.
     """
     head = model.lm_head
-    if is_tokenwise(head, "LMHead") or is_moved_by_forwards(head.modules()) or torch.compiler.is_compiling():
+    if is_tokenwise(head, "LMHead") or dropping_module(head.named_modules()) or torch.compiler.is_compiling():
         return
     refuse_packed(head.named_modules())
     size, weights = model.config.hidden_size, next(head.parameters())
