@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -446,6 +447,24 @@ def test_code_that_does_not_run_in_float32_has_no_contexts_in_half_precision() -
     encoder(ids)
     with pytest.raises(ValueError, match=r"to be compared in float32, in which it does not run .*: use it in float32"):
         encoder(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_are_compared_as_they_were(dtype: torch.dtype) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"]().to(dtype), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    expected = turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen").scores[0].score
+    for layer in turbo.model.esm.encoder.layer:
+        layer.compile(backend="eager")
+    found = turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen").scores[0].score
+    assert abs(found - expected) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_code_that_cannot_be_copied_has_no_contexts_in_half_precision() -> None:
+    turbo = TurboEsm(MODELS["ESM-2"]().bfloat16(), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    turbo.model.esm.encoder.layer[0].output.dense.lock = threading.Lock()
+    turbo.model.esm.encoder.layer[0].output.dense.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match=r"in which it does not run \(cannot pickle"):
+        turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen")
 
 
 @torch.no_grad()

@@ -60,20 +60,30 @@ def in_float32(module: _Module) -> Iterator[_Module]:
     Raises:
         ValueError: what the block runs fails, such as a function that holds tensors of another dtype.
     """
-    half = [one for _, one in held_tensors(module.named_modules()) if one.dtype in (torch.bfloat16, torch.float16)]
-    # What a copy takes for the tensors of the original.
-    wide: dict[int, Any] = {id(one): one.float() for one in half}
-    wide |= {id(one): nn.Parameter(wide[id(one)]) for one in half if isinstance(one, nn.Parameter)}
     try:
         with eagerly(), torch.autocast(next(module.parameters()).device.type, enabled=False):
-            yield copy.deepcopy(module, wide) if half or is_moved_by_forwards(module.modules()) else module
-    except RuntimeError as error:
+            yield _wide_copy(module)
+    except (RuntimeError, TypeError) as error:
         if is_out_of_memory(error):
             raise
         raise ValueError(
             "the model has modules or code of its own, and was to be compared in float32, in which it does not run"
             f" ({error}): use it in float32, or without contexts"
         ) from error
+
+
+def _wide_copy(module: _Module) -> _Module:
+    half = [one for _, one in held_tensors(module.named_modules()) if one.dtype in (torch.bfloat16, torch.float16)]
+    if not half and not is_moved_by_forwards(module.modules()):
+        return module
+    # What a copy takes for the tensors of the original.
+    wide: dict[int, Any] = {id(one): one.float() for one in half}
+    wide |= {id(one): nn.Parameter(wide[id(one)]) for one in half if isinstance(one, nn.Parameter)}
+    copied = copy.deepcopy(module, wide)
+    for one in copied.modules():
+        # What `compile` put there is a function of the original.
+        one.__dict__.pop("_compiled_call_impl", None)
+    return copied
 
 
 def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> tuple[int, ...] | None:
