@@ -370,6 +370,16 @@ def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: t
         encoder(ids, use_cache=True)
 
 
+@pytest.mark.parametrize("place", ["encoder", "head"])
+def test_a_hook_that_knows_its_module_is_compared_in_half_precision(place: str) -> None:
+    """A copy of the module is another one to it."""
+    turbo = TurboEsm(MODELS["ESM-2"]().bfloat16(), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    module = turbo.model.lm_head if place == "head" else turbo.model.esm.encoder.layer[1]
+    module.register_forward_hook(lambda own, args, output: output.flip(-2) if own is module else output)
+    with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
+        turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen")
+
+
 @pytest.mark.parametrize("arm", ["frozen", "full"])
 def test_a_hook_that_changes_between_calls_is_compared_again(arm: str) -> None:
     turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -278,7 +278,7 @@ class Executor:
 
         They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
-        modules than its family's. Those, unknown code and what forwards change run as of `in_float32`.
+        modules than its family's. Those, unknown code and what forwards change run as of `in_float32`, too.
         """
         encoder, code, identity = self.encoder, seen_code(self.encoder), seen_identity(self.encoder)
         for seen in (code, identity):
@@ -290,9 +290,13 @@ class Executor:
             or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return True
-        known = self.runs_known_code() and is_tokenwise(encoder) and not is_moved_by_forwards(encoder.modules())
-        with nullcontext(encoder) if known else in_float32(encoder) as compared:
-            agrees: bool = compared.executor._agrees_on_probe()
+        moves = is_moved_by_forwards(encoder.modules())
+        known = self.runs_known_code() and is_tokenwise(encoder) and not moves
+        agrees = moves or self._agrees_on_probe()
+        # As well, since a hook may know its modules from their copies.
+        if agrees and not known and (moves or model_identity(encoder, sampled=False).precision != "float32"):
+            with in_float32(encoder) as wide:
+                agrees = wide.executor._agrees_on_probe()
         self._agreed[code if known else identity] = agrees
         return agrees
 

@@ -96,6 +96,24 @@ def test_a_head_that_mixes_tokens_a_little_is_seen_in_any_dtype(turbo: TurboEsm,
         turbo.score_variants("MKTAYIAK", ["K2A"], arm="full")
 
 
+class GlobalResponseNorm(nn.Module):
+    """Of ConvNeXt V2, over tokens."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        norm = states.norm(dim=-2, keepdim=True)
+        return states * norm / norm.mean(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_a_norm_over_tokens_is_seen_in_a_head(turbo: TurboEsm, tiny_model, size: int) -> None:
+    model = tiny_model()
+    # The width of some models fits a wave.
+    model.config.hidden_size = size
+    model.lm_head = nn.Sequential(GlobalResponseNorm(), nn.Linear(size, 33))
+    with pytest.raises(ValueError, match=r"computes tokens from each other"):
+        check_head(model, "lm_head")
+
+
 @pytest.mark.parametrize("cls", [TurboEsmForMaskedLM, TurboEsmModel])
 def test_a_checkpoint_that_lacks_its_contact_head(checkpoint: Path, tmp_path: Path, cls: type) -> None:
     change_weights(checkpoint, lambda state: state.pop("esm.contact_head.regression.weight"))
