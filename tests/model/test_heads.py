@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,20 +97,32 @@ def test_a_head_that_mixes_tokens_a_little_is_seen_in_any_dtype(turbo: TurboEsm,
         turbo.score_variants("MKTAYIAK", ["K2A"], arm="full")
 
 
-class GlobalResponseNorm(nn.Module):
-    """Of ConvNeXt V2, over tokens."""
+class Pooled(nn.Module):
+    """Divides states by a statistic over tokens, such as ConvNeXt V2's global response norm."""
+
+    def __init__(self, pool: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.pool = pool
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        norm = states.norm(dim=-2, keepdim=True)
-        return states * norm / norm.mean(dim=-1, keepdim=True)
+        return states / self.pool(states)
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: x.norm(dim=-2, keepdim=True).mean(-1, keepdim=True) / x.norm(dim=-2, keepdim=True),
+        lambda x: x.square().mean(dim=-2, keepdim=True).sqrt(),
+        lambda x: x.square().mean(dim=(-2, -1), keepdim=True).sqrt(),
+        lambda x: x.abs().amax(dim=(-2, -1), keepdim=True),
+        lambda x: x.amax(dim=-2, keepdim=True),
+    ],
+)
 @pytest.mark.parametrize("size", [64, 256])
-def test_a_norm_over_tokens_is_seen_in_a_head(turbo: TurboEsm, tiny_model, size: int) -> None:
+def test_statistics_over_tokens_are_seen_in_a_head(tiny_model, size: int, pool) -> None:
     model = tiny_model()
-    # The width of some models fits a wave.
     model.config.hidden_size = size
-    model.lm_head = nn.Sequential(GlobalResponseNorm(), nn.Linear(size, 33))
+    model.lm_head = nn.Sequential(Pooled(pool), nn.Linear(size, 33))
     with pytest.raises(ValueError, match=r"computes tokens from each other"):
         check_head(model, "lm_head")
 
