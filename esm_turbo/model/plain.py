@@ -231,8 +231,9 @@ def check_tokenwise(model: Any) -> None:
     if is_tokenwise(head, "LMHead") or dropping_module(head.named_modules()) or torch.compiler.is_compiling():
         return
     refuse_packed(head.named_modules())
-    # Not of a pattern that a norm over tokens has in common with its half.
+    # So that no statistic over tokens is about that of a half.
     states = torch.randn(1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    states[:, :6] *= 4
     with in_float32(head) as wide:
         # As well, since a hook may know its modules from their copies.
         compared = {wide} if is_moved_by_forwards(head.modules()) else {head, wide}
