@@ -280,10 +280,13 @@ class Executor:
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
         modules than its family's. Those, unknown code and what forwards change run as of `in_float32`, too.
         """
-        encoder, code, identity = self.encoder, seen_code(self.encoder), seen_identity(self.encoder)
-        for seen in (code, identity):
-            if seen in self._agreed:
-                return self._agreed[seen]
+        encoder, code = self.encoder, seen_code(self.encoder)
+        # Every call comes here: only unusual models have their identities looked up.
+        if (agreed := self._agreed.get(code)) is not None:
+            return agreed
+        identity = seen_identity(encoder)
+        if (agreed := self._agreed.get(identity)) is not None:
+            return agreed
         if (
             dropping_module(encoder.named_modules())
             or torch.compiler.is_compiling()
