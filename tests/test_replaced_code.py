@@ -370,11 +370,48 @@ def test_rounding_does_not_hide_what_mixes_tokens_a_little(family: str, dtype: t
         encoder(ids, use_cache=True)
 
 
+class ScaledByTheLargest(nn.Module):
+    """As activations are scaled that are quantised per tensor."""
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, states: Tensor) -> Tensor:
+        output: Tensor = self.dense(states)
+        return output / output.abs().max()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@torch.no_grad()
+def test_a_scale_of_all_tokens_has_no_contexts(family: str, seed: int, layer: int) -> None:
+    """Only one half of any input has what is largest."""
+    encoder = MODELS.get(family, make_e1)().base_model
+    encoder.set_turbo(preset="exact")
+    ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([20])
+    name = _DENSE[family].replace("1", str(layer), 1)
+    torch.manual_seed(seed)
+    dense = encoder.get_submodule(name)
+    nn.init.normal_(dense.weight)
+    encoder.model_id = "scaled"
+    encoder.set_submodule(name, ScaledByTheLargest(dense))
+    with pytest.raises(ValueError, match="than the model itself does for a fixed input"):
+        encoder(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("where", ["half precision", "training"])
 @pytest.mark.parametrize("place", ["encoder", "head"])
-def test_a_hook_that_knows_its_module_is_compared_in_half_precision(place: str) -> None:
+def test_a_hook_that_knows_its_module_is_compared(place: str, where: str) -> None:
     """A copy of the module is another one to it."""
-    turbo = TurboEsm(MODELS["ESM-2"]().bfloat16(), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
     module = turbo.model.lm_head if place == "head" else turbo.model.esm.encoder.layer[1]
+    if where == "training":
+        module.register_buffer("seen", torch.zeros(()))
+        turbo.model.train()
+    else:
+        turbo.model.bfloat16()
     module.register_forward_hook(lambda own, args, output: output.flip(-2) if own is module else output)
     with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
         turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen")
@@ -428,12 +465,14 @@ def test_modules_that_forwards_change_are_compared_as_copies(place: str, trainin
         model.lm_head = nn.Sequential(mixing, model.lm_head)
     model.train(training)
     before = mixing.places.weight.clone()
+    count = mixing.places.weight._version
     with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
         if place == "encoder":
             turbo.prefill("MKTAYIAK")
         else:
             turbo.extend(cache, "ACD")
     assert torch.equal(mixing.places.weight, before)
+    assert mixing.places.weight._version == count
 
 
 class MixesNeighbours(nn.Module):

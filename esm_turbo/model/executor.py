@@ -23,7 +23,7 @@ from esm_turbo.files.identity import (
     seen_foreign,
     seen_identity,
 )
-from esm_turbo.files.model_contents import dropping_module, is_moved_by_forwards
+from esm_turbo.files.model_contents import dropping_module
 from esm_turbo.kv.append import Append, NewTokens
 from esm_turbo.kv_cache import PROTECTED_SLOTS, TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
@@ -46,11 +46,12 @@ from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cac
 from esm_turbo.model.plain import (
     changed_attention,
     eagerly,
-    in_float32,
+    holds_in_float32,
     is_plain,
     is_tokenwise,
     is_unhooked,
     plain_addresses,
+    unmoved,
 )
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
@@ -278,7 +279,7 @@ class Executor:
 
         They do not where a part of the model mixes tokens outside its attention, or sessions run other functions in
         place of changed ones. Looked at once for all code and options of a model, with its weights where it has other
-        modules than its family's. Those, unknown code and what forwards change run as of `in_float32`, too.
+        modules than its family's. Those and unknown code run as of `holds_in_float32`.
         """
         encoder, code = self.encoder, seen_code(self.encoder)
         # Every call comes here: only unusual models have their identities looked up.
@@ -293,13 +294,12 @@ class Executor:
             or (encoder.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return True
-        moves = is_moved_by_forwards(encoder.modules())
-        known = self.runs_known_code() and is_tokenwise(encoder) and not moves
-        agrees = moves or self._agrees_on_probe()
-        # As well, since a hook may know its modules from their copies.
-        if agrees and not known and (moves or model_identity(encoder, sampled=False).precision != "float32"):
-            with in_float32(encoder) as wide:
-                agrees = wide.executor._agrees_on_probe()
+        known = self.runs_known_code() and is_tokenwise(encoder)
+        if known:
+            with unmoved(encoder):
+                agrees = self._agrees_on_probe(1e-3)
+        else:
+            agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(1e-4))
         self._agreed[code if known else identity] = agrees
         return agrees
 
@@ -309,24 +309,23 @@ class Executor:
             if isinstance(seen, ModelIdentity) and seen.foreign:
                 self._agreed.pop(seen, None)
 
-    def _agrees_on_probe(self) -> bool:
-        """See `_agrees`, of which this keeps nothing."""
+    def _agrees_on_probe(self, bound: float) -> bool:
+        """See `_agrees`, of which this keeps nothing, and `agree`."""
         ids, mask, chains = self.probe_input()
         # Without padding, there is no mask.
         single = None if chains is None else chains[:1]
-        return self._agrees_on(ids, mask, chains) and self._agrees_on(ids[:1], None, single)
+        return self._agrees_on(ids, mask, chains, bound) and self._agrees_on(ids[:1], None, single, bound)
 
-    def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None) -> bool:
-        """See `_agrees`: the second half of the tokens runs again after the first, which has seen it."""
-        cache = self.kv.cache_within_call(TurboConfig.from_preset("exact"))
-        self.kv.claim(cache)
+    def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None, bound: float) -> bool:
+        """See `_agrees`: each half of the tokens runs again after the other, which has seen it."""
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        half = ids.shape[1] // 2
         columns = torch.arange(ids.shape[1], device=ids.device)[None]
+        first, second = slice(ids.shape[1] // 2), slice(ids.shape[1] // 2, None)
+        precision = model_identity(self.encoder, sampled=False).precision
         # Kernels would have to be compiled, and are tested against this.
         backend = resolve_backend(Backend.TORCH, self.encoder.device)
 
-        def forward(inputs: ForwardInputs) -> Tensor | None:
+        def forward(inputs: ForwardInputs, cache: TurboKVCache) -> Tensor | None:
             try:
                 plan = self.plan(_checked(inputs, cache), cache)
             except ValueError:
@@ -339,14 +338,28 @@ class Executor:
                 cache.commit(plan.append)
             return output
 
+        def as_expected(found: Tensor | None, where: slice) -> bool:
+            which = real[:, where]
+            return found is None or agree(expected[:, where][which], found[which], precision, bound)
+
+        def extends(past: slice, new: slice) -> bool:
+            cache = self.kv.cache_within_call(TurboConfig.from_preset("exact"))
+            self.kv.claim(cache)
+            kept = torch.zeros_like(real)
+            kept[:, past] = real[:, past]
+            prefilled = forward(replace(whole, use_cache=True, append_mask=kept), cache)
+            seen = None if mask is None else torch.cat((mask[:, past], mask[:, new]), dim=1)
+            extended = forward(ForwardInputs(ids[:, new], seen, columns[:, new]), cache)
+            return as_expected(prefilled, slice(None)) and as_expected(extended, new)
+
         whole = ForwardInputs(ids, mask, chains=None if chains is None else chains.where(real, -1))
         with eagerly():
-            expected: Tensor = self.encoder.library_forward(self._plan_plain(whole))[0]
-            prefilled = forward(replace(whole, use_cache=True, append_mask=real & (columns < half)))
-            extended = forward(ForwardInputs(ids[:, half:], mask, columns[:, half:]))
-        precision = model_identity(self.encoder, sampled=False).precision
-        pairs = ((expected, prefilled, real), (expected[:, half:], extended, real[:, half:]))
-        return all(one is None or agree(plain[which], one[which], precision) for plain, one, which in pairs)
+            expected = self._plain_states(whole)
+            if chains is None:
+                return extends(first, second) and extends(second, first)
+            # Sequences of E1 do not see those that follow them.
+            alone = self._plain_states(ForwardInputs(ids[:, first], chains=chains[:, first]))
+            return as_expected(alone, first) and extends(first, second)
 
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""
@@ -377,10 +390,13 @@ class Executor:
     def probe_states(self) -> Tensor:
         """Last hidden states of the library's forward for the real tokens of `probe_input`, [20, hidden_size]."""
         ids, mask, chains = self.probe_input()
-        plan = self._plan_plain(ForwardInputs(ids, mask, chains=chains))
         with eagerly():
-            states: Tensor = self.encoder.library_forward(plan)[0]
-        return states[mask.bool()]
+            return self._plain_states(ForwardInputs(ids, mask, chains=chains))[mask.bool()]
+
+    def _plain_states(self, inputs: ForwardInputs) -> Tensor:
+        """Last hidden states of the library's forward, [batch, n, hidden_size]."""
+        states: Tensor = self.encoder.library_forward(self._plan_plain(inputs))[0]
+        return states
 
     def sampled_outputs(self) -> Tensor:
         """Some elements of `probe_states`, float32 [64]."""

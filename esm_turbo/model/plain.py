@@ -6,7 +6,7 @@ import contextlib
 import copy
 import operator
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -52,17 +52,35 @@ def eagerly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_float32(module: _Module) -> Iterator[_Module]:
-    """Gives a copy of a module in float32, whose rounding hides less, and which forwards may change.
+def unmoved(module: nn.Module) -> Iterator[None]:
+    """Within the block, forwards change copies of what they would change in a module, see `is_moved_by_forwards`."""
+    moved = [one for one in module.modules() if is_moved_by_forwards([one])]
+    groups: list[MutableMapping[str, Any]] = [group for one in moved for group in (one._parameters, one._buffers)]
+    kept = [(group, dict(group)) for group in groups]
+    for group in groups:
+        group.update(copy.deepcopy(dict(group)))
+    try:
+        yield
+    finally:
+        for group, tensors in kept:
+            group.update(tensors)
 
-    The module itself where a copy would be no other. Within the block there is no autocast, and what `eagerly` says.
+
+def holds_in_float32(module: _Module, holds: Callable[[_Module], bool]) -> bool:
+    """Tell whether something holds for a module, and for a copy of it in float32, whose rounding hides less.
+
+    Args:
+        module: of any dtype; it is left as it is.
+        holds: called for both, since a hook may know its modules from their copies, or for the module if that is in
+            float32; without autocast, and with what `eagerly` says.
 
     Raises:
-        ValueError: what the block runs fails, such as a function that holds tensors of another dtype.
+        ValueError: a call fails, such as a function that holds tensors of another dtype.
     """
     try:
-        with eagerly(), torch.autocast(next(module.parameters()).device.type, enabled=False):
-            yield _wide_copy(module)
+        with eagerly(), torch.autocast(next(module.parameters()).device.type, enabled=False), unmoved(module):
+            wide = _wide_copy(module)
+            return holds(module) and (wide is module or holds(wide))
     except (RuntimeError, TypeError) as error:
         if is_out_of_memory(error):
             raise
@@ -74,7 +92,7 @@ def in_float32(module: _Module) -> Iterator[_Module]:
 
 def _wide_copy(module: _Module) -> _Module:
     half = [one for _, one in held_tensors(module.named_modules()) if one.dtype in (torch.bfloat16, torch.float16)]
-    if not half and not is_moved_by_forwards(module.modules()):
+    if not half:
         return module
     # What a copy takes for the tensors of the original.
     wide: dict[int, Any] = {id(one): one.float() for one in half}
@@ -225,7 +243,7 @@ def check_tokenwise(model: Any) -> None:
         model: such as `TurboEsmForMaskedLM`.
 
     Raises:
-        ValueError: it does not, or as of `refuse_packed` and `in_float32`.
+        ValueError: it does not, or as of `refuse_packed` and `holds_in_float32`.
     """
     head = model.lm_head
     if is_tokenwise(head, "LMHead") or dropping_module(head.named_modules()) or torch.compiler.is_compiling():
@@ -234,11 +252,7 @@ def check_tokenwise(model: Any) -> None:
     # So that no statistic over tokens is about that of a half.
     states = torch.randn(1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     states[:, :6] *= 4
-    with in_float32(head) as wide:
-        # As well, since a hook may know its modules from their copies.
-        compared = {wide} if is_moved_by_forwards(head.modules()) else {head, wide}
-        agrees = all(_is_tokenwise_on(one, states) for one in compared)
-    if not agrees:
+    if not holds_in_float32(head, lambda one: _is_tokenwise_on(one, states)):
         raise ValueError(
             f"{type(head).__name__}, the head of the model, computes tokens from each other, and would be called for"
             " some of them: call the model itself"
@@ -248,7 +262,7 @@ def check_tokenwise(model: Any) -> None:
 def _is_tokenwise_on(head: nn.Module, states: Tensor) -> bool:
     states = states.to(next(head.parameters()))
     halves = torch.cat([head(half) for half in states.split(6, dim=1)], dim=1)
-    return agree(head(states), halves, str(states.dtype).removeprefix("torch."))
+    return agree(head(states), halves, str(states.dtype).removeprefix("torch."), bound=1e-4)
 
 
 def check_same_outputs(source: Any, encoder: Any) -> None:
