@@ -296,7 +296,7 @@ class Executor:
             return True
         known = self.runs_known_code() and is_tokenwise(encoder)
         if known:
-            with unmoved(encoder):
+            with eagerly(), unmoved(encoder):
                 agrees = self._agrees_on_probe(1e-3)
         else:
             agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(1e-4))
@@ -353,13 +353,12 @@ class Executor:
             return as_expected(prefilled, slice(None)) and as_expected(extended, new)
 
         whole = ForwardInputs(ids, mask, chains=None if chains is None else chains.where(real, -1))
-        with eagerly():
-            expected = self._plain_states(whole)
-            if chains is None:
-                return extends(first, second) and extends(second, first)
-            # Sequences of E1 do not see those that follow them.
-            alone = self._plain_states(ForwardInputs(ids[:, first], chains=chains[:, first]))
-            return as_expected(alone, first) and extends(first, second)
+        expected = self._plain_states(whole)
+        if chains is None:
+            return extends(first, second) and extends(second, first)
+        # Sequences of E1 do not see those that follow them.
+        alone = self._plain_states(ForwardInputs(ids[:, first], chains=chains[:, first]))
+        return as_expected(alone, first) and extends(first, second)
 
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""

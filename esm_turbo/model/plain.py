@@ -53,7 +53,10 @@ def eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmoved(module: nn.Module) -> Iterator[None]:
-    """Within the block, forwards change copies of what they would change in a module, see `is_moved_by_forwards`."""
+    """Within the block, forwards change copies of what they would change in a module, see `is_moved_by_forwards`.
+
+    For one thread at a time, as within `eagerly`.
+    """
     moved = [one for one in module.modules() if is_moved_by_forwards([one])]
     groups: list[MutableMapping[str, Any]] = [group for one in moved for group in (one._parameters, one._buffers)]
     kept = [(group, dict(group)) for group in groups]
