@@ -401,6 +401,30 @@ def test_a_scale_of_all_tokens_has_no_contexts(family: str, seed: int, layer: in
         encoder(ids, use_cache=True)
 
 
+@pytest.mark.parametrize("place", ["encoder", "head"])
+def test_what_mixes_rows_of_a_batch_has_no_contexts(place: str) -> None:
+    turbo = TurboEsm(MODELS["ESM-2"](), EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    module = turbo.model.lm_head if place == "head" else turbo.model.esm.get_submodule(_DENSE["ESM-2"])
+    module.register_forward_hook(lambda own, args, output: output - 0.1 * output.mean(dim=0, keepdim=True))
+    with pytest.raises(ValueError, match=r"for a fixed input|computes tokens from each other"):
+        turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen")
+
+
+@torch.no_grad()
+def test_layers_of_the_library_that_were_added_have_no_contexts() -> None:
+    """They may attend in another way, which weights of zero hide."""
+    model = MODELS["ESM-2"]()
+    config = copy.deepcopy(model.config)
+    config.position_embedding_type = "absolute"
+    layer = modeling_esm.EsmLayer(config).eval()
+    layer.attention.self.layer_idx = config.num_hidden_layers
+    for parameter in layer.parameters():
+        parameter.zero_()
+    model.esm.encoder.emb_layer_norm_after = nn.Sequential(layer, model.esm.encoder.emb_layer_norm_after)
+    with pytest.raises(ValueError, match=r"emb_layer_norm_after.0.attention.self.layer_idx changes the attention"):
+        largest_difference(model)
+
+
 @pytest.mark.parametrize("where", ["half precision", "training"])
 @pytest.mark.parametrize("place", ["encoder", "head"])
 def test_a_hook_that_knows_its_module_is_compared(place: str, where: str) -> None:

@@ -315,13 +315,15 @@ def _changed_option(named: Sequence[tuple[str, nn.Module]], attention: str | Non
     return ""
 
 
-def misplaced_layer(model: nn.Module) -> str:
-    """The first attention whose `layer_idx` is not its place in the model; empty for none.
+def misplaced_layer(model: Any) -> str:
+    """The first attention whose `layer_idx` is not its place among the layers of the model; empty for none.
 
-    Layers that were exchanged, or stand in a model twice, would read and write the contexts of another layer.
+    Layers that were exchanged, or stand in a model twice, would read and write the contexts of another layer, and those
+    that were added may attend in another way.
     """
+    count = model.config.num_hidden_layers
     layers = [(n, m.layer_idx) for n, m in model.named_modules(remove_duplicate=False) if "layer_idx" in vars(m)]
-    return next((f"{name}.layer_idx" for place, (name, own) in enumerate(layers) if own != place), "")
+    return next((f"{name}.layer_idx" for place, (name, own) in enumerate(layers) if own != place or own >= count), "")
 
 
 def _runs(one: type) -> bool:

@@ -312,16 +312,23 @@ class Executor:
     def _agrees_on_probe(self, bound: float) -> bool:
         """See `_agrees`, of which this keeps nothing, and `agree`."""
         ids, mask, chains = self.probe_input()
+        of_first, of_real = (None, None) if chains is None else (chains[:1], chains.where(mask.bool(), -1))
         # Without padding, there is no mask.
-        single = None if chains is None else chains[:1]
-        return self._agrees_on(ids, mask, chains, bound) and self._agrees_on(ids[:1], None, single, bound)
+        row, rows = ForwardInputs(ids[:1], chains=of_first), ForwardInputs(ids, mask, chains=of_real)
+        alone, together = self._plain_states(row), self._plain_states(rows)
+        precision = model_identity(self.encoder, sampled=False).precision
+        return (
+            agree(alone, together[:1], precision, bound)
+            and self._extends_as(row, alone, precision, bound)
+            and self._extends_as(rows, together, precision, bound)
+        )
 
-    def _agrees_on(self, ids: Tensor, mask: Tensor | None, chains: Tensor | None, bound: float) -> bool:
+    def _extends_as(self, inputs: ForwardInputs, expected: Tensor, precision: str, bound: float) -> bool:
         """See `_agrees`: each half of the tokens runs again after the other, which has seen it."""
+        ids, mask, chains = inputs.ids, inputs.attention_mask, inputs.chains
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         columns = torch.arange(ids.shape[1], device=ids.device)[None]
         first, second = slice(ids.shape[1] // 2), slice(ids.shape[1] // 2, None)
-        precision = model_identity(self.encoder, sampled=False).precision
         # Kernels would have to be compiled, and are tested against this.
         backend = resolve_backend(Backend.TORCH, self.encoder.device)
 
@@ -347,13 +354,11 @@ class Executor:
             self.kv.claim(cache)
             kept = torch.zeros_like(real)
             kept[:, past] = real[:, past]
-            prefilled = forward(replace(whole, use_cache=True, append_mask=kept), cache)
+            prefilled = forward(replace(inputs, use_cache=True, append_mask=kept), cache)
             seen = None if mask is None else torch.cat((mask[:, past], mask[:, new]), dim=1)
             extended = forward(ForwardInputs(ids[:, new], seen, columns[:, new]), cache)
             return as_expected(prefilled, slice(None)) and as_expected(extended, new)
 
-        whole = ForwardInputs(ids, mask, chains=None if chains is None else chains.where(real, -1))
-        expected = self._plain_states(whole)
         if chains is None:
             return extends(first, second) and extends(second, first)
         # Sequences of E1 do not see those that follow them.
