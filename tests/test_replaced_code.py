@@ -410,6 +410,20 @@ def test_what_mixes_rows_of_a_batch_has_no_contexts(place: str) -> None:
         turbo.score_variants("MKTAYIAK", ["K2A"], arm="frozen")
 
 
+@pytest.mark.parametrize("family", [*MODELS, "E1"])
+@torch.no_grad()
+def test_a_head_that_mixes_tokens_reads_no_contexts(family: str) -> None:
+    model = MODELS.get(family, make_e1)()
+    model.base_model.set_turbo(preset="exact")
+    ids = random_ids([20], masks=0)[0] if family in MODELS else random_row([10, 10])
+    model.lm_head.register_forward_hook(lambda own, args, output: output + output.roll(1, dims=1))
+    expected = model(ids[:, :10]).logits
+    output = model(ids[:, :10], use_cache=True)
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=r"computes tokens from each other.* without contexts"):
+        model(ids[:, 10:], past_key_values=output.past_key_values)
+
+
 @torch.no_grad()
 def test_layers_of_the_library_that_were_added_have_no_contexts() -> None:
     """They may attend in another way, which weights of zero hide."""

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CacheMethods
+from esm_turbo.model.plain import check_tokenwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _LibraryModel
@@ -36,7 +37,13 @@ class CachedMaskedLM(CacheMethods, _LibraryModel):
         return_dict: bool | None,
         **kwargs: Any,
     ) -> TurboMaskedLMOutput | tuple[Any, ...]:
-        """Run the library's forward, and optionally with a cache: see `CachedModel.forward`."""
+        """Run the library's forward, and optionally with a cache: see `CachedModel.forward`.
+
+        Raises:
+            ValueError: as of `CachedModel.forward`; or, with contexts, as of `check_tokenwise`.
+        """
+        if isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size:
+            check_tokenwise(self)
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         output = library_forward(

@@ -249,7 +249,7 @@ def check_tokenwise(model: Any) -> None:
         ValueError: it does not, or as of `refuse_packed` and `holds_in_float32`.
     """
     head = model.lm_head
-    if is_tokenwise(head, "LMHead") or dropping_module(head.named_modules()) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_tokenwise(head, "LMHead") or dropping_module(head.named_modules()):
         return
     refuse_packed(head.named_modules())
     # So that no statistic over tokens is about that of a half.
@@ -258,7 +258,7 @@ def check_tokenwise(model: Any) -> None:
     if not holds_in_float32(head, lambda one: _is_tokenwise_on(one, states)):
         raise ValueError(
             f"{type(head).__name__}, the head of the model, computes tokens from each other, and would be called for"
-            " some of them: call the model itself"
+            " some of them: call the model itself, without contexts"
         )
 
 
