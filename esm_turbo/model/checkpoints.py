@@ -25,7 +25,7 @@ from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.files.model_contents import changed_values, is_inside
 from esm_turbo.model.adapters import is_adapter
-from esm_turbo.model.heads import mark_missing_heads
+from esm_turbo.model.heads import check_untrained, mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.plain import check_same_outputs, is_replaced
 from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
@@ -95,7 +95,7 @@ class CheckpointMixin(PicklableHooksMixin):
         """Check that a configuration is that of an encoder of the family.
 
         Raises:
-            ValueError: it is another architecture's.
+            ValueError: it is another architecture's, or a value is not as it must be.
         """
         if config.model_type != cls.family.model_type:
             raise ValueError(f"{cls.__name__} needs a model of {cls.family.name}, got model type {config.model_type!r}")
@@ -106,6 +106,7 @@ class CheckpointMixin(PicklableHooksMixin):
                 raise ValueError(f"`{name}` must be at most {most:,}, got {value:,}")
         if getattr(config, "is_causal", None):
             raise ValueError("`is_causal` must not be set: an encoder's tokens attend to what follows, too")
+        check_untrained(config)
 
     @classmethod
     def from_esm(cls, model: PreTrainedModel, *, model_id: str | None = None, **turbo: Any) -> Self:

@@ -25,6 +25,17 @@ class UntrainedHeadWarning(UserWarning):
     """The outputs of a head are noise."""
 
 
+def check_untrained(config: Any) -> None:
+    """Check what a configuration names as heads that were never trained.
+
+    Raises:
+        ValueError: it names none, or others than there are.
+    """
+    named = getattr(config, _FIELD, None)
+    if named is not None and not (isinstance(named, list) and all(one in list(_USES) for one in named)):
+        raise ValueError(f"`{_FIELD}` must be a list of some of {', '.join(_USES)}, got {named!r}")
+
+
 def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
     """Record in a model's configuration which heads its checkpoint lacks.
 

@@ -49,6 +49,14 @@ def test_metadata_names_an_untrained_head(checkpoint: Path) -> None:
     check_head(turbo.model, "lm_head")
 
 
+@pytest.mark.parametrize("named", ["contact_head", "", -1, {}, [[]], ["contacts"]])
+def test_metadata_that_names_no_head_is_refused(checkpoint: Path, named: object) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"untrained_heads": named}))
+    with pytest.raises(ValueError, match="`untrained_heads` must be a list of some of contact_head, lm_head, got"):
+        TurboEsm.from_pretrained(checkpoint)
+
+
 def _mixed(head: nn.Module, size: int) -> nn.Module:
     return nn.Sequential(nn.TransformerEncoderLayer(size, 4, size, batch_first=True), head).eval()
 
