@@ -297,9 +297,9 @@ class Executor:
         known = self.runs_known_code() and is_tokenwise(encoder)
         if known:
             with eagerly(), unmoved(encoder):
-                agrees = self._agrees_on_probe(1e-3)
+                agrees = self._agrees_on_probe(strict=False)
         else:
-            agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(1e-4))
+            agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(strict=True))
         self._agreed[code if known else identity] = agrees
         return agrees
 
@@ -309,22 +309,28 @@ class Executor:
             if isinstance(seen, ModelIdentity) and seen.foreign:
                 self._agreed.pop(seen, None)
 
-    def _agrees_on_probe(self, bound: float) -> bool:
-        """See `_agrees`, of which this keeps nothing, and `agree`."""
+    def _agrees_on_probe(self, *, strict: bool) -> bool:
+        """See `_agrees`, of which this keeps nothing; where modules may mix tokens, it is to be strict."""
         ids, mask, chains = self.probe_input()
         of_first, of_real = (None, None) if chains is None else (chains[:1], chains.where(mask.bool(), -1))
         # Without padding, there is no mask.
         row, rows = ForwardInputs(ids[:1], chains=of_first), ForwardInputs(ids, mask, chains=of_real)
         alone, together = self._plain_states(row), self._plain_states(rows)
-        precision = model_identity(self.encoder, sampled=False).precision
         return (
-            agree(alone, together[:1], precision, bound)
-            and self._extends_as(row, alone, precision, bound)
-            and self._extends_as(rows, together, precision, bound)
+            self._alike(alone, together[:1], strict)
+            and self._extends_as(row, alone, strict)
+            and self._extends_as(rows, together, strict)
         )
 
-    def _extends_as(self, inputs: ForwardInputs, expected: Tensor, precision: str, bound: float) -> bool:
-        """See `_agrees`: each half of the tokens runs again after the other, which has seen it."""
+    def _alike(self, outputs: Tensor, other: Tensor, strict: bool) -> bool:
+        precision = model_identity(self.encoder, sampled=False).precision
+        return agree(outputs, other, precision, bound=1e-4 if strict else 1e-3)
+
+    def _extends_as(self, inputs: ForwardInputs, expected: Tensor, strict: bool) -> bool:
+        """See `_agrees`: the second half of the tokens runs again after the first, which has seen it.
+
+        So does the first after the second if it is to be strict: only one of them has what is largest.
+        """
         ids, mask, chains = inputs.ids, inputs.attention_mask, inputs.chains
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         columns = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -347,7 +353,7 @@ class Executor:
 
         def as_expected(found: Tensor | None, where: slice) -> bool:
             which = real[:, where]
-            return found is None or agree(expected[:, where][which], found[which], precision, bound)
+            return found is None or self._alike(expected[:, where][which], found[which], strict)
 
         def extends(past: slice, new: slice) -> bool:
             cache = self.kv.cache_within_call(TurboConfig.from_preset("exact"))
@@ -359,11 +365,14 @@ class Executor:
             extended = forward(ForwardInputs(ids[:, new], seen, columns[:, new]), cache)
             return as_expected(prefilled, slice(None)) and as_expected(extended, new)
 
+        if not extends(first, second):
+            return False
+        if not strict:
+            return True
         if chains is None:
-            return extends(first, second) and extends(second, first)
+            return extends(second, first)
         # Sequences of E1 do not see those that follow them.
-        alone = self._plain_states(ForwardInputs(ids[:, first], chains=chains[:, first]))
-        return as_expected(alone, first) and extends(first, second)
+        return as_expected(self._plain_states(ForwardInputs(ids[:, first], chains=chains[:, first])), first)
 
     def _plain_session(self) -> Plain | None:
         """The session of a forward without a cache; None where the library's functions are to run."""
