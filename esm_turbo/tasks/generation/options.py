@@ -40,12 +40,12 @@ class GenerationOptions:
         allowed: residues that may be generated: letters for all positions, or by position, counted from 1; all other
             positions have the 20 standard residues.
         banned: residues that are never generated.
-        refresh: number of cached residues that run again at a refresh; None is `DEFAULT_REFRESH`. With
+        refresh: number of cached tokens that run again at a refresh; None is `DEFAULT_REFRESH`. With
             `max_new_tokens` these are the last residues; otherwise the residues on either side of each chosen
             position, which run with it at every step.
         refresh_every: steps from one refresh to the next. With `max_new_tokens`, a refresh drops the last residues
             from the cache and computes them again (None is 1). Otherwise it computes the whole protein again (None is
-            8). So 1 computes every step in full; with `max_new_tokens`, only if `refresh` covers the whole length.
+            8). So 1 computes every step in full; with `max_new_tokens`, only if `refresh` exceeds the length.
         return_cache: with `max_new_tokens`, also return the cache of the generated sequences.
 
     Raises:
