@@ -103,7 +103,7 @@ def parse_variants(variants: Sequence[str], wild_type: str, first_position: int 
     Args:
         variants: all numbered alike; wild-type residue, position and mutant residue of each substitution.
         wild_type: residues of the protein, upper case.
-        first_position: position of the protein's first residue.
+        first_position: position of the protein's first residue; breaks between chains count as residues.
 
     Raises:
         MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there;
