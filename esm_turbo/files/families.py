@@ -215,7 +215,7 @@ def projections_of(encoder: Any) -> list[tuple[Any, ...]]:
     """Query, key, value and output projections of every layer of an encoder that caches store.
 
     Raises:
-        ValueError: layers were removed from the encoder, or added.
+        ValueError: layers were removed from the encoder, added, or put into modules of other classes.
     """
     family = family_of(encoder.config.model_type, type(encoder).__name__)
     layers = encoder.get_submodule(family.layers)
@@ -223,8 +223,10 @@ def projections_of(encoder: Any) -> list[tuple[Any, ...]]:
     kinds = getattr(encoder, "layer_kinds", None) or [None] * len(layers)
     if len(kinds) != len(layers):
         raise ValueError(f"the encoder has {len(layers)} layers, but was built with {len(kinds)}; load the model again")
-    return [
-        tuple(map(layer.get_submodule, family.projections))
-        for layer, kind in zip(layers, kinds, strict=True)
-        if kind is None or kind.stored
-    ]
+    stored = [layer for layer, kind in zip(layers, kinds, strict=True) if kind is None or kind.stored]
+    try:
+        return [tuple(map(layer.get_submodule, family.projections)) for layer in stored]
+    except AttributeError as error:
+        raise ValueError(
+            f"a layer of the encoder is not as {family.name} has it, and its calibration cannot be compared: {error}"
+        ) from error

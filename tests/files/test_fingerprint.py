@@ -230,6 +230,9 @@ def test_what_has_no_fingerprint_is_refused(turbo):
     projections.query = torch.nn.Sequential(projections.query)
     with pytest.raises(ValueError, match="a projection of the attention is a Sequential, which has no weight"):
         model_fingerprint(encoder)
+    encoder.encoder.layer[1] = torch.nn.Sequential(encoder.encoder.layer[1])
+    with pytest.raises(ValueError, match="a layer of the encoder is not as ESM-2 has it"):
+        model_fingerprint(encoder)
     del encoder.encoder.layer[0]
     with pytest.raises(ValueError, match="the encoder has 11 layers, but was built with 12; load the model again"):
         model_fingerprint(encoder)
