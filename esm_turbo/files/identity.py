@@ -345,6 +345,16 @@ def forget_identity(model: Any) -> None:
     model.__dict__[_KEPT_AS] = None
 
 
+@contextlib.contextmanager
+def seen_as_before(model: Any) -> Iterator[None]:
+    """After the block, which puts back all that it changes in a model, that has been seen as it was before."""
+    seen = model.__dict__.get(_KEPT_AS)
+    try:
+        yield
+    finally:
+        model.__dict__[_KEPT_AS] = seen
+
+
 def lasting_identity(model: Any, known: ModelIdentity | None = None) -> ModelIdentity:
     """See `probed_identity`, for what is kept in a file.
 

@@ -18,6 +18,7 @@ from esm_turbo.files.identity import (
     agree,
     model_identity,
     rounding,
+    seen_as_before,
     seen_attention,
     seen_code,
     seen_foreign,
@@ -295,11 +296,12 @@ class Executor:
         ):
             return True
         known = self.runs_known_code() and is_tokenwise(encoder)
-        if known:
-            with eagerly(), unmoved(encoder):
-                agrees = self._agrees_on_probe(strict=False)
-        else:
-            agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(strict=True))
+        with seen_as_before(encoder):
+            if known:
+                with eagerly(), unmoved(encoder):
+                    agrees = self._agrees_on_probe(strict=False)
+            else:
+                agrees = holds_in_float32(encoder, lambda one: one.executor._agrees_on_probe(strict=True))
         self._agreed[code if known else identity] = agrees
         return agrees
 
