@@ -29,7 +29,7 @@ def check_untrained(config: Any) -> None:
     """Check what a configuration names as heads that were never trained.
 
     Raises:
-        ValueError: it names none, or others than there are.
+        ValueError: it has no list of them, or names others than there are.
     """
     named = getattr(config, _FIELD, None)
     if named is not None and not (isinstance(named, list) and all(one in list(_USES) for one in named)):
